@@ -1,0 +1,156 @@
+"""The description of a prepared data folder, manifest.json, and its fingerprint.
+
+A prepared folder holds manifest.json, tokenizer.model, and for train and validation a folder of MDS shards with
+index.json.
+"""
+
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import fsspec
+
+from mesatron_data.errors import DataError
+from mesatron_data.files import sha256
+
+MANIFEST_FILE = "manifest.json"
+FORMAT_VERSION = 1
+
+
+@dataclass
+class SourceCounts:
+    """Counts of one source in one split; `tokens` include one BOS a document, `bytes` are UTF-8 bytes of text."""
+
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class SplitCounts:
+    """What one split holds. `document_lengths` counts documents by the smallest power of two that is no less than
+    their tokens."""
+
+    samples: int = 0
+    dropped_tail_tokens: int = 0
+    sources: dict[str, SourceCounts] = field(default_factory=dict)
+    document_lengths: dict[int, int] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)
+    skipped_places: dict[str, list[str]] = field(default_factory=dict)
+    normalised: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def documents(self) -> int:
+        return sum(source.documents for source in self.sources.values())
+
+    @property
+    def tokens(self) -> int:
+        return sum(source.tokens for source in self.sources.values())
+
+
+@dataclass
+class Manifest:
+    """A prepared data folder. `sources` are the names that the shards' source numbers stand for; `request` identifies
+    the input files and settings it was made from; `fingerprint` identifies the content (equal content, equal
+    fingerprint, on any machine)."""
+
+    tokenizer_sha256: str
+    vocabulary_size: int
+    bos_id: int
+    context_length: int
+    token_dtype: str
+    sources: list[str]
+    splits: dict[str, SplitCounts]
+    request: str
+    fingerprint: str = ""
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> bytes:
+        """Return the content of manifest.json."""
+        return json.dumps(asdict(self), indent=2).encode() + b"\n"
+
+    def content_fingerprint(self, indexes: dict[str, dict[str, Any]]) -> str:
+        """Return the SHA-256 over everything that decides the samples, given each split's index.json.
+
+        Shards count by the hash of their uncompressed bytes, so another version of the compressor changes nothing.
+        """
+        shards = {
+            split: [
+                (shard["samples"], shard["raw_data"]["bytes"], shard["raw_data"]["hashes"]["sha1"])
+                for shard in index["shards"]
+            ]
+            for split, index in indexes.items()
+        }
+        content = [
+            self.format_version,
+            self.tokenizer_sha256,
+            self.vocabulary_size,
+            self.bos_id,
+            self.context_length,
+            self.token_dtype,
+            self.sources,
+            shards,
+        ]
+        return sha256(json.dumps(content, sort_keys=True).encode())
+
+
+def read_file(folder: str, name: str) -> bytes:
+    """Read a file of a prepared folder (local path or URL). Raises DataError when it is missing or cannot be read."""
+    try:
+        with fsspec.open(f"{folder}/{name}", "rb") as file:
+            data: bytes = file.read()
+            return data
+    except FileNotFoundError as error:
+        raise DataError(
+            f"No {name} in {folder}: prepare the data with `mesatron data prepare`, or correct the path."
+        ) from error
+    except OSError as error:
+        raise DataError(
+            f"Cannot read {folder}/{name}: {error.strerror or error}; check the path and its permissions."
+        ) from error
+
+
+def read_json(folder: str, name: str) -> dict[str, Any]:
+    """Read a JSON object of a prepared folder. Raises DataError when it is missing or damaged."""
+    try:
+        value = json.loads(read_file(folder, name))
+    except ValueError as error:
+        raise DataError(f"{folder}/{name} is damaged ({error}): prepare the data again.") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{folder}/{name} is damaged (no JSON object): prepare the data again.")
+    return value
+
+
+def load_manifest(folder: str) -> Manifest:
+    """Load the manifest of a prepared folder. Raises DataError when there is none or this version cannot read it."""
+    value = read_json(folder, MANIFEST_FILE)
+    if value.get("format_version") != FORMAT_VERSION:
+        raise DataError(
+            f"{folder}/{MANIFEST_FILE} has format {value.get('format_version')}, but this version reads "
+            f"format {FORMAT_VERSION}: prepare again."
+        )
+    try:
+        splits = {
+            name: SplitCounts(
+                **split
+                | {
+                    "sources": {source: SourceCounts(**counts) for source, counts in split["sources"].items()},
+                    "document_lengths": {int(length): count for length, count in split["document_lengths"].items()},
+                }
+            )
+            for name, split in value["splits"].items()
+        }
+        return Manifest(**value | {"splits": splits})
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise DataError(f"{folder}/{MANIFEST_FILE} is damaged ({error}): prepare the data again.") from error
+
+
+def length_class(tokens: int) -> int:
+    """Return the smallest power of two that is no less than `tokens` (at least 1)."""
+    return 1 << (tokens - 1).bit_length()
+
+
+def sorted_counts(counts: Counter[Any]) -> dict[Any, int]:
+    """Return the counts as a plain dictionary in key order, so that equal counts give equal JSON."""
+    return dict(sorted(counts.items()))

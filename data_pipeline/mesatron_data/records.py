@@ -1,0 +1,233 @@
+"""Read documents from text records in SlimPajama's form.
+
+A record is one line `{"text": ..., "meta": {"redpajama_set_name": ...}}` of a `.jsonl`, `.jsonl.gz` or `.jsonl.zst`
+file under FOLDER/train or FOLDER/validation. Lines end at a line feed only, so U+2028 and a lone carriage return stay
+part of the text.
+
+The text is left as it is, with two counted exceptions: a byte order mark at the start of a file is removed, and lone
+surrogates (a JSON escape can hold one, UTF-8 cannot) become U+FFFD. A record that cannot be used is skipped and
+counted by reason:
+
+    empty, whitespace_only    the text has no character, or only white space
+    no_text                   the line is no JSON object with a string under "text"
+    not_json, invalid_utf8    the line cannot be parsed or decoded
+    blank_line                the line holds nothing
+    truncated_file            the compressed data end early or are damaged: what came before is used, the rest is lost
+"""
+
+import gzip
+import json
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import fsspec
+import zstandard
+
+from mesatron_data.errors import DataError
+
+SPLITS = ("train", "validation")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+UNKNOWN_SOURCE = "unknown"
+BLOCK_BYTES = 1 << 20
+PLACES_KEPT = 5
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file of records. `name` is relative to the input folder; `modified` is the file system's own stamp, ""
+    where it has none."""
+
+    url: str
+    name: str
+    bytes: int
+    modified: str
+
+
+@dataclass(frozen=True)
+class Document:
+    """One usable record. `file` is the name of its InputFile, `line` counts from 1."""
+
+    text: str
+    source: str
+    file: str
+    line: int
+
+
+@dataclass
+class Counts:
+    """What became of the records read: used, skipped by reason with the first places ("file:line"), and characters
+    changed by kind."""
+
+    documents: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    places: dict[str, list[str]] = field(default_factory=dict)
+    normalised: Counter[str] = field(default_factory=Counter)
+
+    def skip(self, reason: str, file: str, line: int) -> None:
+        """Count one skipped record."""
+        self.skipped[reason] += 1
+        places = self.places.setdefault(reason, [])
+        if len(places) < PLACES_KEPT:
+            places.append(f"{file}:{line}")
+
+    def add(self, other: "Counts") -> None:
+        """Add the counts of a file that comes later in the order."""
+        self.documents += other.documents
+        self.skipped += other.skipped
+        self.normalised += other.normalised
+        for reason, places in other.places.items():
+            self.places[reason] = (self.places.get(reason, []) + places)[:PLACES_KEPT]
+
+
+class _Truncated(Exception):
+    """The compressed data ended early or are damaged."""
+
+
+def list_files(folder: str, split: str) -> list[InputFile]:
+    """Return the record files under `folder`/`split`, sorted by name; `folder` is a local path or an fsspec URL.
+
+    Raises DataError when the folder is missing or holds no record file.
+    """
+    system, root = fsspec.core.url_to_fs(folder)
+    base = f"{root.rstrip('/')}/{split}"
+    if not system.isdir(base):
+        raise DataError(
+            f"No folder {folder}/{split}: the input folder must hold train/ and validation/ with "
+            f"{', '.join(SUFFIXES)} files."
+        )
+    files = [
+        InputFile(
+            url=system.unstrip_protocol(path),
+            name=path[len(base) - len(split) :],
+            bytes=info["size"],
+            modified=str(info.get("mtime") or info.get("LastModified") or info.get("created") or ""),
+        )
+        for path, info in sorted(system.find(base, detail=True).items())
+        if path.endswith(SUFFIXES)
+    ]
+    if not files:
+        raise DataError(f"No {', '.join(SUFFIXES)} file in {folder}/{split}: put the text records there.")
+    return files
+
+
+def read_documents(file: InputFile, counts: Counts) -> Iterator[Document]:
+    """Yield the usable documents of one file in order and add to `counts`.
+
+    Raises DataError when the file cannot be opened or read.
+    """
+    number = 0
+    try:
+        for number, line in enumerate(_lines(file), 1):
+            parsed = _parse(line, file.name, number, counts.normalised)
+            if isinstance(parsed, str):
+                counts.skip(parsed, file.name, number)
+            else:
+                counts.documents += 1
+                yield parsed
+    except _Truncated:
+        counts.skip("truncated_file", file.name, number + 1)
+    except OSError as error:
+        raise DataError(
+            f"Cannot read {file.url}: {error.strerror or error}; check the path and its permissions."
+        ) from error
+
+
+def check_skipped(counts: Counts, max_skipped_fraction: float, where: str) -> None:
+    """Raise DataError when no document was usable or more than `max_skipped_fraction` of the records were skipped."""
+    skipped = counts.skipped.total()
+    total = counts.documents + skipped
+    if counts.documents and skipped <= max_skipped_fraction * total:
+        return
+    reasons = ", ".join(
+        f"{reason} {count} (first at {counts.places[reason][0]})" for reason, count in sorted(counts.skipped.items())
+    )
+    raise DataError(
+        f"{skipped} of {total} records in {where} cannot be used, more than the allowed share of "
+        f"{max_skipped_fraction:g}: "
+        f"{reasons or 'the files hold no record'}; mend the records or raise the allowed share."
+    )
+
+
+def _parse(line: bytes, file: str, number: int, normalised: Counter[str]) -> Document | str:
+    """Return the document of a line, or the reason why there is none."""
+    if number == 1 and line.startswith(BYTE_ORDER_MARK):
+        line = line.removeprefix(BYTE_ORDER_MARK)
+        normalised["byte_order_mark_removed"] += 1
+    if not line.strip():
+        return "blank_line"
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return "invalid_utf8"
+    except (ValueError, RecursionError):
+        return "not_json"
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        return "no_text"
+    if not text:
+        return "empty"
+    if text.isspace():
+        return "whitespace_only"
+    text, replaced = LONE_SURROGATE.subn("\ufffd", text)
+    if replaced:
+        normalised["lone_surrogate_replaced"] += replaced
+    meta = record.get("meta")
+    source = meta.get("redpajama_set_name") if isinstance(meta, dict) else None
+    if not isinstance(source, str) or not source:
+        source = UNKNOWN_SOURCE
+    return Document(text, LONE_SURROGATE.sub("\ufffd", source), file, number)
+
+
+def _lines(file: InputFile) -> Iterator[bytes]:
+    """Yield lines without their line feed; the unfinished last line of a truncated file is dropped, for it cannot be
+    a whole record."""
+    parts: list[bytes] = []
+    for block in _blocks(file):
+        *ended, rest = block.split(b"\n")
+        for line in ended:
+            yield b"".join((*parts, line))
+            parts.clear()
+        parts.append(rest)
+    last = b"".join(parts)
+    if last:
+        yield last
+
+
+def _blocks(file: InputFile) -> Iterator[bytes]:
+    """Yield the decompressed bytes, raising _Truncated where the compressed data end early."""
+    with fsspec.open(file.url, "rb") as stream:
+        if file.name.endswith(".zst"):
+            yield from _zstd_blocks(stream)
+        elif file.name.endswith(".gz"):
+            unpacked = gzip.GzipFile(fileobj=stream)
+            try:
+                while block := unpacked.read1(BLOCK_BYTES):
+                    yield block
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise _Truncated from error
+        else:
+            while block := stream.read(BLOCK_BYTES):
+                yield block
+
+
+def _zstd_blocks(stream) -> Iterator[bytes]:  # type: ignore[no-untyped-def]
+    """Decompress any number of zstandard frames. The library's own reader ends quietly inside a frame; this one
+    raises _Truncated."""
+    unpacker = None
+    try:
+        while data := stream.read(BLOCK_BYTES):
+            while data:
+                unpacker = unpacker or zstandard.ZstdDecompressor().decompressobj()
+                yield unpacker.decompress(data)
+                data = b""
+                if unpacker.eof:
+                    data, unpacker = unpacker.unused_data, None
+    except zstandard.ZstdError as error:
+        raise _Truncated from error
+    if unpacker is not None:
+        raise _Truncated

@@ -1,0 +1,80 @@
+"""The shared memory and lock files that `streaming.StreamingDataset` keeps per host: released on close, removed after
+a crash.
+
+streaming 0.13 names the segments of its n-th open dataset on a host /dev/shm/00000n_<name> and its lock files
+likewise in the temporary folder, frees segments only when the process ends in good order, and never removes the lock
+files.
+"""
+
+import atexit
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from mesatron_data.mosaic import streaming
+
+SEGMENTS = Path("/dev/shm")
+SEGMENT_NAMES = streaming.base.constant.SHM_TO_CLEAN
+LOCK_NAMES = (streaming.base.constant.BARRIER_FILELOCK, streaming.base.constant.CACHE_FILELOCK)
+LOCALS = streaming.base.constant.LOCALS
+
+
+def release(dataset: "streaming.StreamingDataset") -> None:
+    """Free this process's segments and lock files of a dataset that it will not use again."""
+    held = [
+        dataset._locals_shm,
+        dataset._shared_barrier._arr.shm,
+        dataset._next_epoch.arr.shm,
+        dataset._cache_usage.arr.shm,
+        dataset._shard_states.shm,
+        dataset._shard_access_times.shm,
+    ]
+    for shared_memory in held:
+        atexit.unregister(shared_memory.cleanup)
+        shared_memory.cleanup()
+    _remove_locks(f"{dataset._shm_prefix_int:06}")
+
+
+def remove_stale(local_folder: Path) -> None:
+    """Remove what dead processes of this user left for `local_folder`, and this user's lock files that belong to no
+    segment.
+
+    A segment that any live process has mapped is left alone. Call it on one process of a host while no other opens a
+    dataset.
+    """
+    for segment in _own(SEGMENTS, LOCALS):
+        prefix = segment.name.removesuffix(f"_{LOCALS}")
+        if str(local_folder).encode() + b"\0" in segment.read_bytes() and not _mapped(segment):
+            for name in SEGMENT_NAMES:
+                (SEGMENTS / f"{prefix}_{name}").unlink(missing_ok=True)
+    for name in LOCK_NAMES:
+        for lock in _own(Path(tempfile.gettempdir()), name):
+            prefix = lock.name.removesuffix(f"_{name}")
+            if not (SEGMENTS / f"{prefix}_{LOCALS}").exists():
+                _remove_locks(prefix)
+
+
+def _own(folder: Path, name: str) -> Iterator[Path]:
+    for path in folder.glob(f"[0-9][0-9][0-9][0-9][0-9][0-9]_{name}"):
+        try:
+            if path.stat().st_uid == os.getuid():
+                yield path
+        except FileNotFoundError:
+            continue  # its owner removed it meanwhile
+
+
+def _mapped(segment: Path) -> bool:
+    """Whether a live process of this user uses the segment."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if str(segment) in maps.read_text():
+                return True
+        except OSError:
+            continue  # another user's process, or one that has just ended
+    return False
+
+
+def _remove_locks(prefix: str) -> None:
+    for name in LOCK_NAMES:
+        (Path(tempfile.gettempdir()) / f"{prefix}_{name}").unlink(missing_ok=True)

@@ -1,0 +1,216 @@
+"""The order of training samples, and the streams that training and validation read.
+
+The order is a function of (seed, epoch) alone. The samples of global batch b of an epoch are order[b * G : (b + 1) *
+G] for G = global_batch_size, of which rank r of w takes the r-th of w equal runs, so neither the number of processes
+and readers nor interruptions change what a global batch holds. An epoch is samples // G global batches; the rest is
+left out (other samples each epoch).
+"""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesatron_data.batch import Batch, collate
+from mesatron_data.errors import DataError
+from mesatron_data.mosaic import streaming
+from mesatron_data.prefetch import Prefetcher
+from mesatron_data.reader import SampleReader
+
+
+def epoch_order(
+    samples_per_shard: NDArray[np.int64],
+    seed: int,
+    epoch: int,
+    shuffle: bool,
+    num_canonical_nodes: int,
+    shuffle_block_size: int,
+) -> NDArray[np.int64]:
+    """Return all sample ids of an epoch in reading order, [samples] int64.
+
+    With `shuffle`, streaming's py1e algorithm orders shards at random and moves samples within about
+    `shuffle_block_size`; it does so in each of `num_canonical_nodes` equal parts of the data, from which batches then
+    take samples in turn. So a batch mixes that many places of the data, and shards are still read nearly one after
+    another.
+    """
+    samples = int(samples_per_shard.sum())
+    if not shuffle:
+        return np.arange(samples)
+    parts = min(num_canonical_nodes, samples)
+    order = streaming.base.shuffle.get_shuffle("py1e", samples_per_shard, parts, seed, epoch, shuffle_block_size)
+    begins = samples * np.arange(parts + 1) // parts
+    position_in_part = np.arange(samples) - np.repeat(begins[:-1], np.diff(begins))
+    return order[np.argsort(position_in_part, kind="stable")]
+
+
+class TrainStream:
+    """An endless iterator over this rank's share of the global batches.
+
+    folder              prepared data, local path or URL (see SampleReader for cache_folder and for what is collective)
+    global_batch_size   sequences per step over all ranks
+    rank, world_size    of the data-parallel group; each step gives global_batch_size // world_size sequences
+    seed, shuffle, num_canonical_nodes, shuffle_block_size
+                        decide the order (see epoch_order)
+    workers             reader threads; 0 reads only when asked
+    timeout_seconds     for each batch
+
+    Attributes: manifest, steps_per_epoch, dropped_samples (left out of each epoch). Raises DataError for a global
+    batch that the ranks cannot share or the data cannot fill, and from __next__ for a missing or damaged shard, by
+    name, or a batch that takes longer than the time-out.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        global_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_canonical_nodes: int = 8,
+        shuffle_block_size: int = 1 << 18,
+        workers: int = 1,
+        timeout_seconds: float = 300.0,
+        cache_folder: Path | None = None,
+    ) -> None:
+        if global_batch_size % world_size:
+            raise DataError(
+                f"A global batch of {global_batch_size} sequences cannot be shared by {world_size} "
+                f"processes: give a multiple of {world_size}."
+            )
+        self._reader = SampleReader(folder, "train", cache_folder, timeout_seconds)
+        self.manifest = self._reader.manifest
+        self.steps_per_epoch, self.dropped_samples = divmod(self._reader.samples, global_batch_size)
+        if not self.steps_per_epoch:
+            self._reader.close()
+            raise DataError(
+                f"{folder} holds {self._reader.samples} training samples, fewer than one global batch of "
+                f"{global_batch_size}: "
+                f"prepare more text, or lower the global batch or context_length."
+            )
+        self._order_settings: dict[str, Any] = {
+            "seed": seed,
+            "shuffle": shuffle,
+            "num_canonical_nodes": num_canonical_nodes,
+            "shuffle_block_size": shuffle_block_size,
+        }
+        self._global_batch_size = global_batch_size
+        self._rank = rank
+        self._sequences = global_batch_size // world_size
+        self._workers = workers
+        self._timeout_seconds = timeout_seconds
+        self._step = 0
+        self._prefetcher: Prefetcher[Batch] | None = None
+        self._orders: dict[int, NDArray[np.int64]] = {}
+        self._orders_lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(
+                self._read, self._step, self._workers, self._timeout_seconds, "Training batch"
+            )
+        batch = self._prefetcher.next()
+        self._step += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last batch handed out, and what the order depends on, as plain JSON values."""
+        epoch, step_in_epoch = divmod(self._step, self.steps_per_epoch)
+        return {"epoch": epoch, "step_in_epoch": step_in_epoch} | self._identity()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position; any number of processes may have saved it.
+
+        Raises DataError when it belongs to other data or another order, RuntimeError when iteration has begun.
+        """
+        if self._prefetcher is not None:
+            raise RuntimeError("load_state_dict must be called before the first batch is read")
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise DataError(
+                    f"The saved data position has {name} {state.get(name)!r}, but this run has {value!r}, "
+                    "which would change the order of "
+                    f"the data: restore that setting or start a new run."
+                )
+        self._step = state["epoch"] * self.steps_per_epoch + state["step_in_epoch"]
+
+    def close(self) -> None:
+        """End the reader threads and free the shared memory."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+        self._reader.close()
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "fingerprint": self.manifest.fingerprint,
+            "global_batch_size": self._global_batch_size,
+        } | self._order_settings
+
+    def _read(self, step: int) -> Batch:
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        begin = step_in_epoch * self._global_batch_size + self._rank * self._sequences
+        return _read_batch(self._reader, self._order(epoch)[begin : begin + self._sequences].tolist())
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        with self._orders_lock:
+            if epoch not in self._orders:
+                # Readers ahead may be in the next epoch already; earlier ones are done with.
+                self._orders = {known: order for known, order in self._orders.items() if known >= epoch - 1}
+                self._orders[epoch] = epoch_order(self._reader.samples_per_shard, epoch=epoch, **self._order_settings)
+            return self._orders[epoch]
+
+
+class ValidationSet:
+    """Every validation sample once, in stored order: rank r of w reads samples r, r + w, ... Each iteration starts
+    anew.
+
+    Batches hold `micro_batch_size` sequences, the last one maybe fewer, and ranks may get different numbers of
+    batches. Arguments and errors are those of TrainStream.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        micro_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        max_samples: int | None = None,
+        workers: int = 1,
+        timeout_seconds: float = 300.0,
+        cache_folder: Path | None = None,
+    ) -> None:
+        self._reader = SampleReader(folder, "validation", cache_folder, timeout_seconds)
+        self.manifest = self._reader.manifest
+        samples = min(self._reader.samples, max_samples or self._reader.samples)
+        ids = list(range(rank, samples, world_size))
+        self._batches = [ids[begin : begin + micro_batch_size] for begin in range(0, len(ids), micro_batch_size)]
+        self._workers = workers
+        self._timeout_seconds = timeout_seconds
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        prefetcher = Prefetcher(self._read, 0, self._workers, self._timeout_seconds, "Validation batch", end=len(self))
+        try:
+            for _ in self._batches:
+                yield prefetcher.next()
+        finally:
+            prefetcher.close()
+
+    def close(self) -> None:
+        """Free the shared memory."""
+        self._reader.close()
+
+    def _read(self, position: int) -> Batch:
+        return _read_batch(self._reader, self._batches[position])
+
+
+def _read_batch(reader: SampleReader, sample_ids: list[int]) -> Batch:
+    return collate([reader.read(sample_id) for sample_id in sample_ids], sample_ids, reader.manifest.bos_id)

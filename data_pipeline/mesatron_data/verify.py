@@ -1,0 +1,113 @@
+"""Check a prepared data folder against its manifest (`mesatron data verify`)."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from mesatron_data.errors import DataError
+from mesatron_data.files import sha256
+from mesatron_data.manifest import Manifest, load_manifest, read_file
+from mesatron_data.records import SPLITS
+from mesatron_data.shards import decode_shard, shard_files
+from mesatron_data.tokenizer import MODEL_FILE
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was checked: shards, samples, and bytes read from the disk; `contents` says whether the samples were
+    looked at too."""
+
+    manifest: Manifest
+    shards: int
+    samples: int
+    bytes: int
+    contents: bool
+
+
+def verify(folder: str | Path, contents: bool = True) -> Report:
+    """Check that a local prepared folder is whole: fingerprint, tokenizer, and each shard's size and SHA-1.
+
+    With `contents`, shards are also unpacked: the SHA-1 of the unpacked bytes, sample counts, token ids and document
+    starts are checked. Unpacked copies that training left beside the shards are checked as well. Raises DataError
+    naming the first fault.
+    """
+    folder = Path(folder)
+    manifest = load_manifest(str(folder))
+    indexes = {split: {"shards": shard_files(folder, split)} for split in SPLITS}
+    if manifest.content_fingerprint(indexes) != manifest.fingerprint:
+        raise DataError(f"The shards listed in {folder} are not those of its manifest: prepare the data again.")
+    if sha256(read_file(str(folder), MODEL_FILE)) != manifest.tokenizer_sha256:
+        raise DataError(
+            f"{folder / MODEL_FILE} is not the tokenizer the data were made with: restore it or prepare the data again."
+        )
+    shards = samples = size = 0
+    for split, index in indexes.items():
+        listed = sum(shard["samples"] for shard in index["shards"])
+        if listed != manifest.splits[split].samples:
+            raise DataError(
+                f"{folder}/{split} lists {listed} samples, but the manifest "
+                f"{manifest.splits[split].samples}: prepare the data again."
+            )
+        for shard in index["shards"]:
+            packed = _read(folder / split, shard["zip_data"])
+            if (folder / split / shard["raw_data"]["basename"]).exists():
+                _read(folder / split, shard["raw_data"])
+            if contents:
+                _check_contents(folder / split, shard, packed, manifest)
+            shards += 1
+            samples += shard["samples"]
+            size += len(packed)
+    return Report(manifest, shards, samples, size, contents)
+
+
+def _read(folder: Path, expected: dict[str, Any]) -> bytes:
+    """Read a file and compare its size and SHA-1 with those expected."""
+    path = folder / expected["basename"]
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"Shard {path} cannot be read ({error.strerror}): restore it or prepare the data again."
+        ) from error
+    _check_bytes(path, data, expected)
+    return data
+
+
+def _check_bytes(path: Path, data: bytes, expected: dict[str, Any]) -> None:
+    if len(data) != expected["bytes"]:
+        raise DataError(
+            f"Shard {path} has {len(data)} bytes, expected {expected['bytes']}: restore it or prepare the data again."
+        )
+    found = hashlib.sha1(data).hexdigest()
+    if found != expected["hashes"]["sha1"]:
+        raise DataError(
+            f"Shard {path} is damaged (SHA-1 {found}, expected {expected['hashes']['sha1']}): restore it or "
+            "prepare the data again."
+        )
+
+
+def _check_contents(folder: Path, shard: dict[str, Any], packed: bytes, manifest: Manifest) -> None:
+    raw = zstandard.ZstdDecompressor().decompress(packed, shard["raw_data"]["bytes"])
+    _check_bytes(folder / shard["raw_data"]["basename"], raw, shard["raw_data"])
+    for number, sample in enumerate(decode_shard(shard, raw)):
+        where = f"sample {number} of shard {folder / shard['zip_data']['basename']}"
+        if len(sample.tokens) != manifest.context_length + 1:
+            raise DataError(
+                f"{where} has {len(sample.tokens)} tokens, expected {manifest.context_length + 1}: prepare "
+                "the data again."
+            )
+        if int(sample.tokens.max()) >= manifest.vocabulary_size:
+            raise DataError(
+                f"{where} has token {int(sample.tokens.max())}, but the vocabulary ends at "
+                f"{manifest.vocabulary_size - 1}: prepare the data again."
+            )
+        begins = sample.document_starts[sample.tokens[sample.document_starts] == manifest.bos_id]
+        if len(begins) != int((sample.tokens == manifest.bos_id).sum()) or int(sample.sources.max()) >= len(
+            manifest.sources
+        ):
+            raise DataError(
+                f"{where} has document starts or sources that do not fit its tokens: prepare the data again."
+            )

@@ -1,0 +1,5 @@
+"""`python -m mesatron`, as launchers call it."""
+
+from mesatron.cli import main
+
+main()

@@ -1,0 +1,103 @@
+"""Read a checkpoint: tensors one by one, whatever number of processes wrote it."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from mesatron.checkpoint import format as fmt
+from mesatron.checkpoint.tensors import tensor_bytes
+from mesatron.errors import CheckpointError
+
+
+class CheckpointReader:
+    """An open checkpoint folder.
+
+    state: the content of state.json. step, ranks: of the run that wrote it.
+    Raises CheckpointError if the folder is no checkpoint or its manifest is damaged; `verify` checks all bytes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        manifest = fmt.read_manifest(folder)
+        self.step: int = manifest["step"]
+        self.ranks: int = manifest["ranks"]
+        self._tensors: dict[str, dict[str, Any]] = manifest["tensors"]
+        self._files: dict[str, Any] = {}
+        self.state: dict[str, Any] = json.loads(self.text(fmt.STATE))
+
+    def text(self, name: str) -> str:
+        """A text file of the checkpoint, as config.yaml. Raises CheckpointError if it is missing."""
+        try:
+            return (self.folder / name).read_text()
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.folder} has no {name}; choose another checkpoint.") from None
+
+    def names(self, kind: str) -> list[str]:
+        """Names of all tensors of a kind: `weights`, `optimizer` or `rng`."""
+        return list(self._tensors.get(kind, {}))
+
+    def shape(self, kind: str, name: str) -> tuple[int, ...]:
+        """Shape of a tensor. Raises CheckpointError if there is none of that name."""
+        return tuple(self._entry(kind, name)["shape"])
+
+    def tensor(self, kind: str, name: str) -> torch.Tensor:
+        """A tensor on the CPU, mapped from its file and compared with its checksum; changing it leaves the file alone.
+
+        Raises CheckpointError if there is none of that name or its bytes have changed.
+        """
+        entry = self._entry(kind, name)
+        file = entry["file"]
+        try:
+            if file not in self._files:
+                self._files[file] = safe_open(self.folder / file, framework="pt")
+            tensor = self._files[file].get_tensor(name)
+        except Exception as error:  # the library's error type is its own and says nothing of the checkpoint
+            raise CheckpointError(
+                f"Tensor {name} cannot be read from {self.folder / file} ({error}); choose another checkpoint."
+            ) from error
+        if hashlib.sha256(tensor_bytes(tensor)).hexdigest() != entry["sha256"]:
+            raise CheckpointError(
+                f"{self.folder / file} is damaged: tensor {name} has changed; choose another checkpoint."
+            )
+        return tensor
+
+    def rng(self, rank: int) -> dict[str, torch.Tensor]:
+        """The generator states that `rank` wrote, by name; empty if fewer ranks wrote the checkpoint."""
+        prefix = f"rank-{rank:05d}/"
+        return {
+            name.removeprefix(prefix): self.tensor("rng", name) for name in self.names("rng") if name.startswith(prefix)
+        }
+
+    def check_model(self, expected: Mapping[str, Sequence[int]]) -> None:
+        """Compare the weights' names and shapes with a model's.
+
+        Raises CheckpointError that names the first difference, in the model's order.
+        """
+        weights = self._tensors.get("weights", {})
+        for name, shape in expected.items():
+            if name not in weights:
+                difference = f"tensor {name} is not in it"
+            elif weights[name]["shape"] != list(shape):
+                difference = f"tensor {name} has shape {weights[name]['shape']} there and {list(shape)} in the model"
+            else:
+                continue
+            break
+        else:
+            surplus = [name for name in weights if name not in expected]
+            if not surplus:
+                return
+            difference = f"its tensor {surplus[0]} is not in the model"
+        raise CheckpointError(
+            f"{self.folder} belongs to another model: {difference}; use its config.yaml or another checkpoint."
+        )
+
+    def _entry(self, kind: str, name: str) -> dict[str, Any]:
+        try:
+            return self._tensors[kind][name]
+        except KeyError:
+            raise CheckpointError(f"{self.folder} has no {kind} tensor {name}; it belongs to another model.") from None

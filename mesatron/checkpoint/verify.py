@@ -1,0 +1,118 @@
+"""Find checkpoints on disk and tell the complete ones from the rest. Free of torch; nothing on the disk is changed."""
+
+import json
+import struct
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mesatron.checkpoint import format as fmt
+from mesatron.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A folder that is, was or should have become a checkpoint. reason: why it is not complete, else empty."""
+
+    step: int
+    path: Path
+    status: Literal["complete", "incomplete", "damaged"]
+    reason: str = ""
+
+
+def list_checkpoints(root: Path, deep: bool = False) -> list[CheckpointInfo]:
+    """Everything in `root` that looks like a checkpoint or its remains, by step.
+
+    Cheap by default: the manifest is intact and the files have their sizes. deep: checksums too, at the disk's speed.
+    """
+    found = []
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        if path.is_symlink() or not path.is_dir():
+            continue
+        if match := fmt.STEP_FOLDER.fullmatch(path.name):
+            found.append(_examine(path, int(match[1]), deep))
+        elif match := fmt.UNFINISHED_FOLDER.fullmatch(path.name):
+            what = "its save was cut off or is under way" if match[1] == "incomplete" else "its removal was cut off"
+            found.append(CheckpointInfo(int(match[2]), path, "incomplete", what))
+        elif match := fmt.DAMAGED_FOLDER.fullmatch(path.name):
+            found.append(CheckpointInfo(int(match[1]), path, "damaged", "it did not verify and was set aside"))
+    return sorted(found, key=lambda info: info.step)
+
+
+def find_latest(root: Path) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
+    """The newest checkpoint whose every checksum is right, and the newer ones passed over, each with its reason."""
+    skipped: list[CheckpointInfo] = []
+    for info in reversed(list_checkpoints(root)):
+        if info.status == "complete":
+            info = _examine(info.path, info.step, deep=True)
+        if info.status == "complete":
+            return info, skipped
+        skipped.append(info)
+    return None, skipped
+
+
+def verify(folder: Path) -> None:
+    """Check every byte of a checkpoint.
+
+    Raises CheckpointError that names the first wrong file and the tensor whose bytes differ.
+    """
+    fmt.read_manifest(folder)
+    if damage := find_damage(folder):
+        raise CheckpointError(f"{folder} is damaged: {damage}; choose another checkpoint.")
+
+
+def find_damage(folder: Path, deep: bool = True) -> str | None:
+    """What is wrong with a checkpoint, first thing first; None if nothing is."""
+    try:
+        manifest = fmt.read_manifest(folder)
+    except CheckpointError as error:
+        return str(error)
+    for name, entry in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if (size := path.stat().st_size) != entry["size"]:
+            return f"{name} has {size} bytes instead of {entry['size']}"
+    return next(_wrong_checksums(folder, manifest), None) if deep else None
+
+
+def _examine(path: Path, step: int, deep: bool) -> CheckpointInfo:
+    if not (path / fmt.MANIFEST).exists():
+        return CheckpointInfo(step, path, "incomplete", f"{fmt.MANIFEST} is missing")
+    damage = find_damage(path, deep)
+    return CheckpointInfo(step, path, "damaged" if damage else "complete", damage or "")
+
+
+def _wrong_checksums(folder: Path, manifest: dict[str, Any]) -> Iterator[str]:
+    files = manifest["files"]
+    # Hashing releases the interpreter lock: a file per thread checks at the disk's speed.
+    with ThreadPoolExecutor() as pool:
+        checksums = pool.map(fmt.sha256_of_file, (folder / name for name in files))
+        for (name, entry), checksum in zip(files.items(), checksums, strict=True):
+            if checksum != entry["sha256"]:
+                tensors = [
+                    (tensor, about["sha256"])
+                    for entries in manifest["tensors"].values()
+                    for tensor, about in entries.items()
+                    if about["file"] == name
+                ]
+                yield f"the checksum of {name} differs{_name_changed_part(folder / name, tensors)}"
+
+
+def _name_changed_part(path: Path, tensors: list[tuple[str, str]]) -> str:
+    if not tensors:
+        return ""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, path.stat().st_size)))
+        start = 8 + length
+        for name, checksum in tensors:
+            first, last = header[name]["data_offsets"]
+            if fmt.sha256_of_file(path, start + first, start + last) != checksum:
+                return f": tensor {name} has changed"
+    except (ValueError, LookupError, TypeError):
+        pass
+    return ": its header has changed"

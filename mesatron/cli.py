@@ -1,0 +1,335 @@
+"""`mesatron <verb>`: thin, and without torch until a verb needs it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mesatron.errors import REPORTED, ConfigError, DataError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help="Train MesaNet language models, from raw text to perplexity.",
+)  # fmt: skip
+config_app = typer.Typer(no_args_is_help=True, help="Look at config files.")
+tokenizer_app = typer.Typer(no_args_is_help=True, help="Make tokenizers.")
+data_app = typer.Typer(no_args_is_help=True, help="Turn text into shards and look at them.")
+checkpoint_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints.")
+evaluate_app = typer.Typer(no_args_is_help=True, help="Measure trained models.")
+for name, group in {
+    "config": config_app, "tokenizer": tokenizer_app, "data": data_app, "checkpoint": checkpoint_app,
+    "evaluate": evaluate_app,
+}.items():  # fmt: skip
+    app.add_typer(group, name=name)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="Config file of the run.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides such as train.peak_lr=3e-3.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+RunOrCheckpoint = Annotated[Path, typer.Argument(metavar="PATH", help="Run folder or checkpoint folder.")]
+
+
+def main() -> None:
+    """Run a verb; a fault becomes one line on standard error and its exit code."""
+    try:
+        app()
+    except REPORTED as error:
+        if not getattr(error, "already_reported", False):
+            print(f"mesatron: {error}", file=sys.stderr)
+        _leave(error.exit_code)
+    except KeyboardInterrupt:
+        print("mesatron: interrupted; the same command goes on from the last checkpoint.", file=sys.stderr)
+        _leave(130)
+    except BrokenPipeError:
+        _leave(141)
+
+
+def _leave(code: int) -> None:
+    """Exit at once: after a fault, waiting for threads or other processes could hang."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@app.command()
+def train(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Start so many processes on this machine; else this is one of torchrun's.")
+    ] = None,
+    stop_at_step: Annotated[int | None, typer.Option(min=1, help="Save and end early, with exit code 75.")] = None,
+    allow_changes: Annotated[
+        bool, typer.Option("--allow-changes", help="Go on although settings that alter the result changed.")
+    ] = False,
+) -> None:
+    """Train a run, from its newest checkpoint if it has one."""
+    from mesatron.config import accumulation_steps, load_config
+
+    config = load_config(file, overrides or [])
+    if processes and processes > 1:
+        accumulation_steps(config, processes)
+        from mesatron.launch import launch_local
+
+        options = [f"--stop-at-step={stop_at_step}"] if stop_at_step else []
+        options += ["--allow-changes"] if allow_changes else []
+        _leave(launch_local(processes, ["train", str(file), *(overrides or []), *options]))
+    from mesatron.train.loop import train
+
+    train(config, stop_at_step, allow_changes)
+
+
+@app.command()
+def generate(
+    path: RunOrCheckpoint,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from so much of the probability.")] = 1.0,
+    seed: int = 0,
+    solver_steps: Annotated[int | None, typer.Option(min=1, help="Most conjugate gradient steps.")] = None,
+    solver_tolerance: Annotated[float | None, typer.Option(min=0.0, help="Relative residual to stop at.")] = None,
+) -> None:
+    """Continue a prompt in constant memory per token."""
+    import torch
+    from mesatron_data.tokenizer import Tokenizer
+
+    from mesatron.evaluate.generation import generate
+    from mesatron.evaluate.checkpoint import load_model
+
+    solver = {"solver_steps": solver_steps, "solver_tolerance": solver_tolerance}
+    trained = load_model(path, {key: value for key, value in solver.items() if value is not None})
+    tokenizer = Tokenizer.load(trained.config.data.folder)
+    ids = torch.tensor([tokenizer.bos_id, *tokenizer.encode(prompt)], device=trained.device)
+    typer.echo(prompt, nl=False)
+    produced: list[int] = []
+    shown = ""
+    for token in generate(trained.model, ids, max_new_tokens, temperature, top_p, seed):
+        if token == tokenizer.bos_id:  # the next document would begin
+            break
+        produced.append(token)
+        text = tokenizer.decode(produced)
+        if not text.endswith("\ufffd"):  # a character may take several byte tokens
+            typer.echo(text[len(shown) :], nl=False)
+            shown = text
+    typer.echo()
+
+
+@app.command()
+def summary(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]) -> None:
+    """What a run came to."""
+    from mesatron.summary import summarize
+
+    result = summarize(run_folder)
+
+    def figure(value: float | None) -> str:
+        return "not measured" if value is None else f"{value:.2f}"
+
+    _table([
+        ("steps", f"{result.step} of {result.steps}"),
+        ("tokens seen", f"{result.tokens_seen:,}"),
+        ("validation perplexity", f"{figure(result.first_perplexity)} untrained, {figure(result.last_perplexity)} now"),
+        ("tokens per second", f"{result.tokens_per_second:,.0f} (median)"),
+        ("checkpoint", str(result.checkpoint or "none")),
+        ("TensorBoard", str(result.tensorboard)),
+        ("to look at it", f"{Path(sys.executable).with_name('tensorboard')} --logdir {result.tensorboard}"),
+    ])  # fmt: skip
+
+
+@config_app.command("check")
+def config_check(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    world_size: Annotated[int, typer.Option(min=1, help="Processes the run will have.")] = 1,
+) -> None:
+    """Print the resolved config, its parameter count, tokens per step and steps."""
+    from mesatron_data.manifest import MANIFEST_FILE, load_manifest
+
+    from mesatron.config import accumulation_steps, check_prepared, dump_config, load_config
+
+    config = load_config(file, overrides or [])
+    accumulation = accumulation_steps(config, world_size)
+    if (config.data.folder / MANIFEST_FILE).exists():
+        check_prepared(config, load_manifest(str(config.data.folder)), config.data.folder)
+    typer.echo(dump_config(config), nl=False)
+    train = config.train
+    typer.echo(
+        f"# parameters       {config.model.parameter_count():,}\n"
+        f"# tokens per step  {config.tokens_per_step:,} = {train.global_batch_size} sequences x "
+        f"{config.data.context_length} tokens\n"
+        f"# global batch     {train.global_batch_size} = {train.micro_batch_size} micro x {accumulation} accumulation x "
+        f"{world_size} processes\n"
+        f"# steps            {train.steps:,} = {train.steps * config.tokens_per_step:,} tokens"
+    )
+
+
+@tokenizer_app.command("train")
+def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
+    """Train the SentencePiece model that the config names on its raw text."""
+    from mesatron_data.tokenizer import INFO_FILE, MODEL_FILE, train_tokenizer
+
+    from mesatron.config import load_config
+
+    config = load_config(file, overrides or [])
+    folder, size = config.tokenizer.path, config.model.vocabulary_size
+    if (folder / MODEL_FILE).exists() and not overwrite:
+        info = json.loads((folder / INFO_FILE).read_text()) if (folder / INFO_FILE).exists() else {}
+        if info.get("vocabulary_size") != size or info.get("seed") != config.train.seed:
+            raise DataError(
+                f"{folder} holds another tokenizer than the config asks for; choose another tokenizer.path, or pass "
+                "--overwrite to replace it."
+            )
+        typer.echo(f"{folder} is there already: {size} pieces.")
+        return
+    trained = train_tokenizer(
+        str(config.data.input_folder), folder, size, seed=config.train.seed,
+        max_sample_bytes=config.tokenizer.sample_bytes, max_skipped_fraction=config.data.max_skipped_fraction,
+    )  # fmt: skip
+    typer.echo(
+        f"{folder}: {trained.vocabulary_size} pieces from {trained.sample_documents:,} of {trained.documents:,} documents "
+        f"({trained.sample_bytes / 1e6:.1f} MB)."
+    )
+
+
+@data_app.command("prepare")
+def data_prepare(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
+    """Tokenize and pack the raw text into verified shards."""
+    from mesatron_data.shards import Progress, prepare
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from mesatron.config import load_config
+
+    config = load_config(file, overrides or [])
+    console = Console(stderr=True)
+    columns = (BarColumn(), TextColumn("{task.completed}/{task.total} files {task.fields[figures]}"))
+    with Bar(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("prepare", total=None, figures="")
+
+        def show(progress: Progress) -> None:
+            figures = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
+            bar.update(task, total=progress.files, completed=progress.files_done, figures=figures)
+
+        result = prepare(
+            str(config.data.input_folder), config.data.folder, config.tokenizer.path, config.data.context_length,
+            max_skipped_fraction=config.data.max_skipped_fraction, overwrite=overwrite, progress=show,
+        )  # fmt: skip
+    _print_manifest(config.data.folder, result.manifest, "was there already" if result.reused else "written")
+
+
+@data_app.command("verify")
+def data_verify(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Prepared shards.")]) -> None:
+    """Check every byte and every sequence of prepared shards."""
+    from mesatron_data.verify import verify
+
+    report = verify(folder)
+    typer.echo(
+        f"{folder}: {report.shards} shards, {report.samples:,} sequences, {report.bytes / 1e6:.1f} MB are sound."
+    )
+
+
+@data_app.command("inspect")
+def data_inspect(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Prepared shards.")],
+    samples: Annotated[int, typer.Option(min=0, help="Sequences to show decoded.")] = 2,
+) -> None:
+    """Sources, document lengths, token frequencies and decoded sequences of prepared shards."""
+    from mesatron_data.inspect import inspect
+
+    found = inspect(folder, samples)
+    _print_manifest(folder, found.manifest, "holds")
+    for split, counts in found.manifest.splits.items():
+        lengths = ", ".join(f"<={length}: {number:,}" for length, number in counts.document_lengths.items())
+        typer.echo(f"{split} document lengths in tokens  {lengths}")
+    tokens = "  ".join(f"{piece!r} {share:.2%}" for piece, share in found.frequent_tokens)
+    typer.echo(f"frequent tokens  {tokens}\nunused tokens    {found.unused_tokens}")
+    typer.echo(f"targets without loss (BOS)  {found.ignored_targets:.2%}")
+    for number, sample in enumerate(found.samples):
+        typer.echo(f"--- sequence {number}")
+        for piece in sample:
+            typer.echo(f"[{piece.source}{', document begins' if piece.begins else ', continued'}] {piece.text}")
+
+
+def _print_manifest(folder: Path, manifest: Any, what: str) -> None:
+    typer.echo(
+        f"{folder} {what}: sequences of {manifest.context_length} tokens, fingerprint {manifest.fingerprint[:12]}"
+    )
+    for split, counts in manifest.splits.items():
+        typer.echo(
+            f"{split}: {counts.samples:,} sequences, {counts.documents:,} documents, {counts.tokens:,} tokens "
+            f"({counts.dropped_tail_tokens} at the end fill no sequence)"
+        )
+        for source, figures in counts.sources.items():
+            typer.echo(f"  {source}: {figures.documents:,} documents, {figures.tokens:,} tokens")
+        for reason, number in counts.skipped.items():
+            places = ", ".join(counts.skipped_places.get(reason, []))
+            typer.echo(f"  skipped, {reason}: {number:,} ({places})")
+        for reason, number in counts.normalised.items():
+            typer.echo(f"  changed, {reason}: {number:,}")
+
+
+@checkpoint_app.command("list")
+def checkpoint_list(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]) -> None:
+    """Every checkpoint of a run and whether it is complete."""
+    from mesatron.checkpoint.verify import list_checkpoints
+
+    folder = run_folder / "checkpoints"
+    if not folder.is_dir():
+        raise ConfigError(f"{run_folder} is no run folder: it has no checkpoints; check the path.")
+    for info in list_checkpoints(folder):
+        typer.echo(f"{info.path}  {info.status}{f' ({info.reason})' if info.reason else ''}")
+
+
+@checkpoint_app.command("verify")
+def checkpoint_verify(path: RunOrCheckpoint) -> None:
+    """Check every byte of a checkpoint, or of all complete ones of a run."""
+    from mesatron.checkpoint.verify import list_checkpoints, verify
+
+    is_run = (path / "checkpoints").is_dir()
+    found = [info.path for info in list_checkpoints(path / "checkpoints") if info.status == "complete"]
+    for checkpoint in found if is_run else [path]:
+        verify(checkpoint)
+        typer.echo(f"{checkpoint} is sound.")
+
+
+@checkpoint_app.command("inspect")
+def checkpoint_inspect(path: RunOrCheckpoint) -> None:
+    """State and tensors of a checkpoint."""
+    from mesatron.train.run import read_checkpoint
+
+    reader = read_checkpoint(path)
+    typer.echo(f"{reader.folder}\n{json.dumps(reader.state, indent=1)}")
+    for name in sorted(reader.names("weights")):
+        typer.echo(f"{name}  {list(reader.shape('weights', name))}")
+
+
+@evaluate_app.command("perplexity")
+def evaluate_perplexity(
+    path: RunOrCheckpoint,
+    data: Annotated[Path | None, typer.Option(help="Prepared shards; the run's own by default.")] = None,
+) -> None:
+    """Perplexity on the whole validation split, overall and by source."""
+    from mesatron.evaluate.checkpoint import evaluate_perplexity, load_model
+
+    trained = load_model(path)
+    result = evaluate_perplexity(trained, data)
+    rows = [("source", "tokens", "loss", "perplexity")]
+    for source, loss in result.loss_by_source.items():
+        rows.append((source, f"{result.tokens_by_source[source]:,}", f"{loss:.4f}", f"{math.exp(loss):.2f}"))
+    rows.append(("all", f"{result.tokens:,}", f"{result.loss:.4f}", f"{result.perplexity:.2f}"))
+    typer.echo(trained.checkpoint.folder)
+    _table(rows)
+
+
+def _table(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

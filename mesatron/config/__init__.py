@@ -1,0 +1,16 @@
+"""One YAML file describes one run: `schema` names every key, `load` reads files, `checks` relates the fields."""
+
+from mesatron.config.checks import accumulation_steps, check_prepared
+from mesatron.config.load import changed_keys, dump_config, load_config
+from mesatron.config.schema import Config, MesaConfig, ModelConfig
+
+__all__ = [
+    "Config",
+    "MesaConfig",
+    "ModelConfig",
+    "accumulation_steps",
+    "changed_keys",
+    "check_prepared",
+    "dump_config",
+    "load_config",
+]

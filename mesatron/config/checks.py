@@ -1,0 +1,75 @@
+"""Checks across fields; every message shows the arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mesatron_data.manifest import Manifest
+
+from mesatron.config.schema import Config
+from mesatron.errors import ConfigError, DataError
+
+
+def check(config: Config, path: Path) -> None:
+    """Raise ConfigError when fields of `config`, read from `path`, do not fit together."""
+    for problem in _problems(config):
+        raise ConfigError(f"{path}: {problem}")
+
+
+def _problems(config: Config):
+    model, train, data, mesa = config.model, config.train, config.data, config.model.mesa
+    if model.heads * model.head_dim != model.width:
+        yield (
+            f"model.heads x model.head_dim must equal model.width, but {model.heads} x {model.head_dim} = "
+            f"{model.heads * model.head_dim}, not {model.width}."
+        )
+    if train.global_batch_size % train.micro_batch_size:
+        yield (
+            f"train.global_batch_size must be a multiple of train.micro_batch_size, but {train.global_batch_size} = "
+            f"{train.global_batch_size // train.micro_batch_size} x {train.micro_batch_size} + "
+            f"{train.global_batch_size % train.micro_batch_size}."
+        )
+    if train.warmup_steps >= train.steps:
+        yield f"train.warmup_steps ({train.warmup_steps}) must be fewer than train.steps ({train.steps})."
+    if train.schedule == "wsd" and train.warmup_steps + round(train.decay_fraction * train.steps) > train.steps:
+        yield (
+            f"train.warmup_steps + train.decay_fraction x train.steps must not exceed train.steps, but "
+            f"{train.warmup_steps} + {train.decay_fraction} x {train.steps} > {train.steps}."
+        )
+    if train.start_lr > train.peak_lr:
+        yield f"train.start_lr ({train.start_lr}) must not exceed train.peak_lr ({train.peak_lr})."
+    if mesa.lambda_initial <= mesa.lambda_lower_bound:
+        yield (
+            f"model.mesa.lambda_initial ({mesa.lambda_initial}) must exceed model.mesa.lambda_lower_bound "
+            f"({mesa.lambda_lower_bound})."
+        )
+    if data.folder == data.input_folder:
+        yield f"data.folder and data.input_folder are both {data.folder}; shards need a folder of their own."
+
+
+def accumulation_steps(config: Config, data_parallel_size: int) -> int:
+    """Micro batches per process and optimizer step.
+
+    Raises ConfigError with the arithmetic when the global batch does not split evenly over `data_parallel_size`.
+    """
+    train = config.train
+    per_pass = train.micro_batch_size * data_parallel_size
+    if train.global_batch_size % per_pass:
+        raise ConfigError(
+            f"train.global_batch_size must be micro_batch_size x accumulation x data-parallel size, but "
+            f"{train.global_batch_size} is no multiple of {train.micro_batch_size} x {data_parallel_size} = {per_pass}; "
+            f"change the batch sizes or the number of processes."
+        )
+    return train.global_batch_size // per_pass
+
+
+def check_prepared(config: Config, manifest: Manifest, folder: Path) -> None:
+    """Compare the config with the prepared shards in `folder`; raises DataError with both numbers."""
+    for key, asked, found in (
+        ("data.context_length", config.data.context_length, manifest.context_length),
+        ("model.vocabulary_size", config.model.vocabulary_size, manifest.vocabulary_size),
+    ):
+        if asked != found:
+            raise DataError(
+                f"{key} is {asked}, but {folder} was prepared with {found}; change it or prepare the data again."
+            )

@@ -1,0 +1,154 @@
+"""Reading a config: defaults, then the `base:` files, then the file, then dotted overrides, then checks."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from mesatron.config.checks import check
+from mesatron.config.schema import Config
+from mesatron.errors import ConfigError
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML lets the last of two equal keys win in silence; here that is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key '{key}' stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
+    """The resolved config of `path` with dotted `overrides` such as `train.peak_lr=3e-3`.
+
+    Raises ConfigError, in one sentence, for an unreadable file, an unknown key (naming the nearest known one), a
+    value of the wrong kind or out of range, and fields that do not fit together.
+    """
+    values = _read(path, ())
+    for override in overrides:
+        _apply_override(values, override)
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_first_error(error)}") from None
+    check(config, path)
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """The resolved config as YAML that `load_config` reads back to an equal one."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted keys whose values differ, with both values."""
+    before, after = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
+    return {
+        key: (before.get(key), after.get(key))
+        for key in {**before, **after}
+        if before.get(key, _ABSENT) != after.get(key, _ABSENT)
+    }
+
+
+_ABSENT = object()
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _read(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in children:
+        raise ConfigError(f"{path}: its chain of `base:` files leads back to itself; remove one of them.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"Cannot read the config {path}: {reason}; check the path.") from None
+    try:
+        values = yaml.load(text, _UniqueKeyLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds no keys; a config is a mapping of sections, see configs/quickstart.yaml.")
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: `base` must be the path of one config file, not {base!r}.")
+    return _merge(_read(path.parent / base, (*children, path.resolve())), values)
+
+
+def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in top.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"Override '{override}' is not of the form section.key=value, such as train.peak_lr=3e-3.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"Override '{override}': the value is not valid YAML; put quotes around it.") from None
+    section = values
+    *parents, last = key.split(".")
+    for parent in parents:
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise ConfigError(f"Override '{override}': '{parent}' is a value, not a section.")
+    section[last] = value
+
+
+def _first_error(error: ValidationError) -> str:
+    details = error.errors(include_url=False)
+    # A misspelt required key gives two errors; the unknown key is the one to show.
+    detail = next((d for d in details if d["type"] == "extra_forbidden"), details[0])
+    location = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key '{location}'; {_suggestion(detail['loc'])}"
+    if detail["type"] == "missing":
+        return f"key '{location}' is missing; set it in the file or as an override."
+    message = detail["msg"][0].lower() + detail["msg"][1:]
+    return f"'{location}' is {detail['input']!r}, but {message.removeprefix('input ')}."
+
+
+def _suggestion(location: tuple[str | int, ...]) -> str:
+    *parents, wrong = [str(part) for part in location]
+    section: type[BaseModel] = Config
+    for parent in parents:
+        section = section.model_fields[parent].annotation  # type: ignore[assignment]
+    near = difflib.get_close_matches(wrong, section.model_fields, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean '{'.'.join([*parents, near[0]])}'?"
+    everywhere = {key.rpartition(".")[2]: key for key in _all_keys(Config)}
+    near = difflib.get_close_matches(wrong, everywhere, n=1, cutoff=0.7)
+    if near:
+        return f"did you mean '{everywhere[near[0]]}'?"
+    return f"known here: {', '.join(section.model_fields)}."
+
+
+def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += _all_keys(field.annotation, f"{prefix}{name}.")
+    return keys

@@ -1,0 +1,235 @@
+"""The typed description of one run: every key of a config file, its meaning, unit and default.
+
+Torch-free, so that a login node checks a file in well under a second.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the config file; unknown keys are errors and values never change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class MixerConfig(Protocol):
+    """What the config knows of a mixer: its settings and how many parameters it adds to each block."""
+
+    def parameter_count(self, model: ModelConfig) -> int:
+        """Parameters of one layer of this mixer inside `model`."""
+        ...
+
+
+class MesaConfig(Section):
+    """The Mesa mixer (arXiv 2506.05233, sections 2, E, G.2 and G.5)."""
+
+    gamma_cap: Annotated[float, Field(gt=0, le=1)] = 0.9975
+    """Largest forget gate when the input gate is 1: gamma = gamma_raw (1 - (1 - cap) beta^2); 1 leaves it uncapped."""
+    lambda_lower_bound: NonNegativeFloat = 0.25
+    """Lambda = bound + softplus(theta), per head and channel."""
+    lambda_initial: PositiveFloat = 1.0
+    """Lambda before the first step; must exceed the lower bound."""
+    convolution_width: PositiveInt = 4
+    """Tokens seen by the causal depthwise convolution on q and k."""
+    solver_steps: PositiveInt = 30
+    """Most conjugate gradient steps of a solve, forward and backward."""
+    solver_tolerance: Annotated[float, Field(ge=0, lt=1)] = 1e-4
+    """A token's solve stops at this residual, relative to its right-hand side; 0 always takes `solver_steps`."""
+    chunk_size: PositiveInt = 64
+    """Tokens per chunk of the parallel form; changes speed and rounding, not the result."""
+    implementation: Literal["auto", "reference", "torch"] = "auto"
+    """Operator implementation; `auto` takes the fastest that the device runs and the start-up print names it."""
+
+    def parameter_count(self, model: ModelConfig) -> int:
+        """q, k, v and output projections, two gates with bias, two convolutions, Lambda and the per-head norm."""
+        inner = model.heads * model.head_dim
+        projections = 4 * model.width * inner
+        gates = 2 * (model.width * model.heads + model.heads)
+        return projections + gates + 2 * inner * self.convolution_width + 2 * inner
+
+
+class ModelConfig(Section):
+    """The backbone shared by every mixer (paper sections E.1 and G.2)."""
+
+    vocabulary_size: PositiveInt
+    """Rows of the tied embedding; must equal the tokenizer's."""
+    width: PositiveInt
+    """Channels of the residual stream."""
+    layers: PositiveInt
+    """Blocks of mixer and MLP."""
+    heads: PositiveInt
+    """Mixer heads."""
+    head_dim: PositiveInt = 128
+    """Channels per head, for keys and values alike."""
+    mixer: Literal["mesa"] = "mesa"
+    """Sequence mixer of every block."""
+    mlp_ratio: PositiveFloat = 3.0
+    """Width of each SwiGLU branch over the model's width."""
+    logit_cap: PositiveFloat = 30.0
+    """Logits become cap * tanh(logits / cap)."""
+    norm_epsilon: PositiveFloat = 1e-6
+    """Added to the mean square inside RMSNorm."""
+    mesa: MesaConfig = MesaConfig()
+    """Settings of the Mesa mixer."""
+
+    @property
+    def mlp_width(self) -> int:
+        """Channels of each SwiGLU branch."""
+        return round(self.mlp_ratio * self.width)
+
+    def parameter_count(self) -> int:
+        """Trainable parameters, the tied embedding counted once."""
+        mixer: MixerConfig = getattr(self, self.mixer)
+        block = mixer.parameter_count(self) + 3 * self.width * self.mlp_width + 2 * self.width
+        return self.vocabulary_size * self.width + self.layers * block + self.width
+
+
+class TokenizerConfig(Section):
+    """The SentencePiece model and how `mesatron tokenizer train` makes it."""
+
+    path: Path
+    """Folder with tokenizer.model, or a .model file trained elsewhere."""
+    sample_bytes: PositiveInt = 100_000_000
+    """Text used for training, in bytes of UTF-8; memory grows with it."""
+
+
+class DataConfig(Section):
+    """Raw text, prepared shards and the order in which they are read."""
+
+    input_folder: Path
+    """Raw records in SlimPajama's form: train/ and validation/ with .jsonl.zst, .jsonl.gz or .jsonl files."""
+    folder: Path
+    """Prepared MDS shards, written by `mesatron data prepare`."""
+    context_length: PositiveInt
+    """Tokens per sequence."""
+    max_skipped_fraction: Fraction = 0.01
+    """Preparation fails when more than this share of the records cannot be used."""
+    shuffle: bool = True
+    """Read the sequences of an epoch in an order drawn from `train.seed`."""
+    num_canonical_nodes: PositiveInt = 1
+    """Parts in which the order is shuffled apart; part of the data order, so keep it for a run's whole life."""
+    shuffle_block_size: PositiveInt = 262_144
+    """Sequences shuffled among each other; part of the data order."""
+    workers: NonNegativeInt = 1
+    """Reader processes of each training process."""
+    timeout_seconds: PositiveFloat = 300.0
+    """A batch that takes longer ends the run with an error."""
+    reset_state_at_documents: bool = False
+    """Start every document with an empty mixer state instead of letting state flow across BOS."""
+
+
+class TrainConfig(Section):
+    """Optimization (paper sections G.1-G.6)."""
+
+    steps: PositiveInt
+    """Optimizer steps of the whole run."""
+    global_batch_size: PositiveInt
+    """Sequences per optimizer step over all processes."""
+    micro_batch_size: PositiveInt
+    """Sequences per forward pass of one process; accumulation steps follow from it."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Arithmetic of forward and backward; weights and moments are kept in fp32 either way."""
+    peak_lr: PositiveFloat
+    """Learning rate after warm-up."""
+    start_lr: NonNegativeFloat = 1e-6
+    """Learning rate of the first step."""
+    final_lr_fraction: Fraction = 0.1
+    """Last learning rate over the peak."""
+    warmup_steps: NonNegativeInt = 2000
+    """Steps of linear warm-up."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """After warm-up: cosine to the end, or stable and then linear decay."""
+    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Share of all steps that the decay of `wsd` takes."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's decay of the first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.98
+    """AdamW's decay of the second moment."""
+    epsilon: PositiveFloat = 1e-8
+    """AdamW's denominator term."""
+    weight_decay: NonNegativeFloat = 0.1
+    """AdamW's decoupled decay, on matrices only: not on embeddings, norms, biases or Lambda."""
+    clip_grad_norm: PositiveFloat = 1.0
+    """Gradients with a larger global norm are scaled down to it."""
+    loss_chunk_tokens: PositiveInt = 8192
+    """Tokens whose logits exist at a time; bounds memory at large vocabularies."""
+    max_skipped_steps: PositiveInt = 10
+    """So many non-finite gradients in a row end the run."""
+    seed: NonNegativeInt = 0
+    """Decides initial weights and data order."""
+
+
+class ParallelConfig(Section):
+    """How the model's state is spread over processes."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """DeepSpeed ZeRO: shard nothing (0), optimizer state (1), gradients too (2), weights too (3)."""
+
+
+class CheckpointConfig(Section):
+    """When state is saved and how long it is kept."""
+
+    every_steps: PositiveInt = 1000
+    """Steps between checkpoints; the last step is always saved."""
+    keep_last: PositiveInt = 3
+    """Newest checkpoints that stay."""
+    keep_every_steps: NonNegativeInt = 0
+    """Checkpoints at multiples of this stay for ever; 0 keeps none beyond `keep_last`."""
+
+
+class MonitorConfig(Section):
+    """What is written to TensorBoard, metrics.jsonl and the terminal."""
+
+    log_every_steps: PositiveInt = 1
+    """Steps between scalar points."""
+    histogram_every_steps: PositiveInt = 100
+    """Steps between gate and Lambda histograms."""
+
+
+class EvaluateConfig(Section):
+    """Validation during training and `mesatron evaluate`."""
+
+    every_steps: PositiveInt = 1000
+    """Steps between validations; the untrained model and the last step are always validated."""
+    max_sequences: NonNegativeInt = 0
+    """Validation sequences used during training; 0 takes all."""
+    micro_batch_size: PositiveInt = 8
+    """Sequences per forward pass of one process."""
+
+
+class Config(Section):
+    """One run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run; its folder is `runs_folder`/`name`."""
+    runs_folder: Path = Path("runs")
+    """Where run folders lie."""
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    train: TrainConfig
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+
+    @property
+    def run_folder(self) -> Path:
+        """Everything the run writes."""
+        return self.runs_folder / self.name
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Target positions of one optimizer step over all processes."""
+        return self.train.global_batch_size * self.data.context_length

@@ -1,0 +1,52 @@
+"""What can go wrong, each with the exit code a script can rely on (docs/exit-codes.md).
+
+A message is one sentence: what is wrong, where, and what to do. The command line prints it without a traceback.
+"""
+
+from mesatron_data.errors import DataError
+
+
+class MesatronError(Exception):
+    """Base of every fault that is reported in one line; `exit_code` becomes the process's exit code."""
+
+    exit_code = 1
+
+
+class ConfigError(MesatronError):
+    """A config file or a command line option is wrong."""
+
+    exit_code = 2
+
+
+class CheckpointError(MesatronError):
+    """A checkpoint is missing, damaged or belongs to another model."""
+
+    exit_code = 4
+
+
+class NonFiniteError(MesatronError):
+    """Too many optimizer steps in a row had non-finite gradients."""
+
+    exit_code = 5
+
+
+class MemoryExhaustedError(MesatronError):
+    """The model and batch do not fit into the device's memory."""
+
+    exit_code = 6
+
+
+class DiskFullError(MesatronError):
+    """There is no space left for a checkpoint, a shard or a log."""
+
+    exit_code = 7
+
+
+class StoppedEarly(MesatronError):  # noqa: N818
+    """The run was asked to end before its last step; its checkpoint is saved and the same command continues it."""
+
+    exit_code = 75
+
+
+REPORTED = (MesatronError, DataError)
+"""Faults with an `exit_code` that are reported in one line."""

@@ -1,0 +1,72 @@
+"""A trained model out of its checkpoint: loaded onto one device, and measured there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from mesatron_data.manifest import load_manifest
+from mesatron_data.stream import ValidationSet
+from torch import Tensor
+
+from mesatron.checkpoint.reader import CheckpointReader
+from mesatron.config import Config, check_prepared
+from mesatron.evaluate.perplexity import Perplexity, measure
+from mesatron.model.backbone import Backbone
+from mesatron.parallel.distributed import World
+from mesatron.train.run import read_checkpoint
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """Weights in evaluation mode, the config they were trained with, and the checkpoint they come from."""
+
+    model: Backbone
+    config: Config
+    checkpoint: CheckpointReader
+    device: torch.device
+
+
+def load_model(path: Path, mesa: dict[str, Any] | None = None) -> TrainedModel:
+    """The model of a checkpoint or of a run's newest one, on the GPU if there is one; `mesa` replaces mixer settings.
+
+    In the precision of the training run's forward pass. Raises CheckpointError when there is none that verifies.
+    """
+    reader = read_checkpoint(path)
+    config = Config.model_validate(yaml.safe_load(reader.text("config.yaml")))
+    if mesa:
+        config = config.model_copy(
+            update={"model": config.model.model_copy(update={"mesa": config.model.mesa.model_copy(update=mesa)})}
+        )
+    model = Backbone(config.model)
+    reader.check_model({name: tuple(p.shape) for name, p in model.named_parameters()})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(reader.tensor("weights", name))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    return TrainedModel(model.to(device, dtype).eval(), config, reader, device)
+
+
+def evaluate_perplexity(trained: TrainedModel, data_folder: Path | None = None) -> Perplexity:
+    """Perplexity on the whole validation split of the run's own data, or of `data_folder`.
+
+    Raises DataError when the shards do not fit the model.
+    """
+    config = trained.config
+    folder = data_folder or config.data.folder
+    manifest = load_manifest(str(folder))
+    check_prepared(config, manifest, folder)
+
+    def losses(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
+        documents = cu_seqlens.to(trained.device) if config.data.reset_state_at_documents else None
+        return trained.model(tokens.to(trained.device), targets.to(trained.device), documents)
+
+    validation = ValidationSet(str(folder), config.evaluate.micro_batch_size)
+    try:
+        return measure(losses, iter(validation), manifest, World(0, 0, 1, trained.device))
+    finally:
+        validation.close()

@@ -1,0 +1,1 @@
+"""Single-device model code: it knows nothing of processes, sharding or training."""

@@ -1,0 +1,71 @@
+"""The decoder: tied embedding, blocks of mixer and MLP, final norm (paper sections E.1 and G.2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from mesatron.config import ModelConfig
+from mesatron.model.embedding import TiedEmbedding
+from mesatron.model.mixers import build_mixer
+from mesatron.model.mlp import MLP
+from mesatron.model.norm import RMSNorm
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm((config.width,), config.norm_epsilon)
+        self.mixer = build_mixer(config)
+        self.mlp_norm = RMSNorm((config.width,), config.norm_epsilon)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, state: Any = None, cu_seqlens: Tensor | None = None, keep_state: bool = False
+    ) -> tuple[Tensor, Any]:
+        """x [B, T, width] and the mixer's state before it (None: empty) to the new x and, if kept, the state after."""
+        mixed, state = self.mixer(self.mixer_norm(x), state, cu_seqlens, keep_state)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), state
+
+
+class Backbone(nn.Module):
+    """A language model around any mixer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = TiedEmbedding(config.vocabulary_size, config.width, config.logit_cap)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm((config.width,), config.norm_epsilon)
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, chunk_tokens: int = 8192
+    ) -> Tensor:
+        """The fp32 loss [B, T] of predicting `targets` from `tokens`, both int64 [B, T]; 0 where a target is ignored.
+
+        `cu_seqlens` int32 [N+1]: starts of documents (and of every sequence) among the B*T tokens in a row; mixers
+        then begin each with an empty state. Without it every sequence is one document.
+        """
+        shape = tokens.shape
+        if cu_seqlens is not None:
+            tokens = tokens.reshape(1, -1)
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x, _ = block(x, cu_seqlens=cu_seqlens)
+        return self.embedding(self.norm(x), targets.view(tokens.shape), chunk_tokens).view(shape)
+
+    def decode(self, tokens: Tensor, states: list[Any] | None = None) -> tuple[Tensor, list[Any]]:
+        """fp32 logits [B, vocabulary] after the last of `tokens` [B, T] and the state of every layer.
+
+        `states` continue an earlier call; their size does not depend on how many tokens went before.
+        """
+        x = self.embedding(tokens)
+        after = []
+        for block, state in zip(self.blocks, states or [None] * len(self.blocks), strict=True):
+            x, state = block(x, state, keep_state=True)
+            after.append(state)
+        return self.embedding(self.norm(x[:, -1])), after

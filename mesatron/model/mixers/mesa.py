@@ -1,0 +1,99 @@
+"""The Mesa layer (paper sections 2, E, G.2, G.5): o_t = G_t (H_t + Lambda)^-1 q_t per head."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from mesatron_kernels import MesaState, mesa, mesa_step
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mesatron.config import ModelConfig
+from mesatron.model.convolution import ShortConvolution
+from mesatron.model.linear import GateProjection, Linear
+from mesatron.model.norm import RMSNorm
+from mesatron.model.parameter import make_parameter
+
+
+class MesaMixerState(NamedTuple):
+    """What a layer carries from token to token: the sums H and G, and the convolutions' last inputs."""
+
+    memory: MesaState
+    q_history: Tensor  # [B, convolution_width - 1, width]
+    k_history: Tensor
+
+
+class MesaMixer(nn.Module):
+    """The paper's parametrisation around the Mesa operator."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config.mesa
+        self.heads, self.head_dim = config.heads, config.head_dim
+        inner = config.heads * config.head_dim
+        self.q = Linear(config.width, inner)
+        self.k = Linear(config.width, inner)
+        self.v = Linear(config.width, inner)
+        self.gamma = GateProjection(config.width, config.heads)
+        self.beta = GateProjection(config.width, config.heads)
+        self.q_convolution = ShortConvolution(inner, self.config.convolution_width)
+        self.k_convolution = ShortConvolution(inner, self.config.convolution_width)
+        # softplus(theta) = lambda_initial - bound
+        theta = math.log(math.expm1(self.config.lambda_initial - self.config.lambda_lower_bound))
+        self.theta = make_parameter(config.heads, config.head_dim, mean=theta, weight_decay=False)
+        self.norm = RMSNorm((config.heads, config.head_dim), config.norm_epsilon)
+        self.output = Linear(inner, config.width, gain=2.0 / config.layers)
+        self.observations: dict[str, Tensor] = {}
+
+    def forward(
+        self,
+        x: Tensor,
+        state: MesaMixerState | None = None,
+        cu_seqlens: Tensor | None = None,
+        keep_state: bool = False,
+    ) -> tuple[Tensor, MesaMixerState | None]:
+        """x [B, T, width] to y [B, T, width] and, if it is to be kept, the state after the last token."""
+        q, q_history = self.q_convolution(self.q(x), state and state.q_history, cu_seqlens)
+        k, k_history = self.k_convolution(self.k(x), state and state.k_history, cu_seqlens)
+        q, k, v = (self._split_heads(z) for z in (F.silu(q), F.silu(k), self.v(x)))
+        q, k = (F.normalize(z.float(), dim=-1).to(x.dtype) for z in (q, k))
+        log_gamma, beta, lam = self._gates(x)
+        if state is not None and x.shape[1] == 1:
+            token = (z[:, 0] for z in (q, k, v, log_gamma, beta))
+            result = mesa_step(*token, lam, state.memory, **self._solver())
+            o = result.o[:, None]
+        else:
+            result = mesa(
+                q, k, v, log_gamma, beta, lam, initial_state=state and state.memory, cu_seqlens=cu_seqlens,
+                chunk_size=self.config.chunk_size, return_state=keep_state, **self._solver(),
+            )  # fmt: skip
+            o = result.o
+        self.observations = {
+            "solver/steps": result.steps, "solver/residual": result.residual,
+            "gamma": log_gamma.detach().exp(), "beta": beta.detach(), "lambda": lam.detach(),
+        }  # fmt: skip
+        y = self.output(self.norm(o.to(x.dtype)).flatten(-2))
+        return y, MesaMixerState(result.state, q_history, k_history) if result.state else None
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, self.head_dim))
+
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """fp32 log gamma [B, T, heads], beta [B, T, heads] and Lambda [heads, head_dim].
+
+        gamma = sigmoid(z) (1 - (1 - cap) beta^2): the cap keeps H bounded over runs of one token (section G.5). Its
+        logarithm is formed directly, since gammas near 1 differ by less than fp32 resolves in the product.
+        """
+        beta = torch.sigmoid(self.beta(x))
+        log_gamma = F.logsigmoid(self.gamma(x)) + torch.log1p(-(1 - self.config.gamma_cap) * beta.square())
+        lam = self.config.lambda_lower_bound + F.softplus(self.theta.float())
+        return log_gamma, beta, lam
+
+    def _solver(self) -> dict:
+        return {
+            "max_steps": self.config.solver_steps,
+            "tolerance": self.config.solver_tolerance,
+            "implementation": self.config.implementation,
+        }

@@ -1,0 +1,70 @@
+"""attempts.jsonl: one line when an attempt at the run starts and one when it ends, with the reason."""
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from mesatron.checkpoint.files import append_file, replace_file, sync_file, sync_folder
+
+
+class Attempt:
+    """One start of a run, logged in `path` from its construction on. One process of the run has one.
+
+    resumed_from: the step of the checkpoint it continues, or None for a fresh start.
+    number: counts the attempts from 1. killed: numbers of earlier attempts that ended without saying so; their ends
+    are logged now, with the reason "killed". Raises DiskFullError.
+
+    Lines: {"event": "start", "attempt": 2, "time": <Unix seconds>, "host": ..., "pid": ..., "resumed_from": 100}
+    and {"event": "end", "attempt": 2, "time": ..., "reason": "finished", "exit_code": 0}; both are null if killed.
+    """
+
+    def __init__(self, path: Path, resumed_from: int | None) -> None:
+        self._path = path
+        records = _read(path)
+        started = [record["attempt"] for record in records if record["event"] == "start"]
+        ended = {record["attempt"] for record in records if record["event"] == "end"}
+        self.killed = [attempt for attempt in started if attempt not in ended]
+        self.number = max(started, default=0) + 1
+        for attempt in self.killed:
+            self._append({"event": "end", "attempt": attempt, "time": None, "reason": "killed", "exit_code": None})
+        self._append(
+            {
+                "event": "start",
+                "attempt": self.number,
+                "time": time.time(),
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "resumed_from": resumed_from,
+            }
+        )
+        sync_folder(path.parent)
+
+    def end(self, reason: str, exit_code: int) -> None:
+        """Log why this attempt ends, in a few words, and the exit code it ends with."""
+        self._append(
+            {
+                "event": "end",
+                "attempt": self.number,
+                "time": time.time(),
+                "reason": reason,
+                "exit_code": exit_code,
+            }
+        )
+
+    def _append(self, record: dict[str, Any]) -> None:
+        append_file(self._path, (json.dumps(record) + "\n").encode())
+        sync_file(self._path)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The complete lines; a last line torn by a kill is removed from the file, or the next would be glued to it."""
+    if not path.exists():
+        return []
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        replace_file(path, [whole])
+    return [json.loads(line) for line in whole.splitlines()]

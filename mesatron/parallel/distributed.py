@@ -1,0 +1,114 @@
+"""The processes of a run: who this one is, and how all of them agree."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from mesatron.errors import REPORTED, ConfigError
+
+T = TypeVar("T")
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all processes of the run."""
+
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for every process."""
+        if self.size > 1:
+            dist.barrier()
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over all processes, in float64."""
+        total = torch.tensor(values, dtype=torch.float64)  # on the host, so that no GPU work is waited for
+        if self.size > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+    def max(self, value: int) -> int:
+        """The largest value of any process."""
+        largest = torch.tensor(value)
+        if self.size > 1:
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest)
+
+    def from_first(self, decide: Callable[[], T]) -> T:
+        """What `decide` returns in the first process, in every process; a reported fault of it is raised in all of them."""
+        outcome: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                outcome[0] = decide()
+            except REPORTED as error:
+                outcome[1] = error
+        if self.size > 1:
+            dist.broadcast_object_list(outcome, src=0)
+        value, error = outcome
+        if error is not None:
+            error.already_reported = not self.is_first
+            raise error
+        return value
+
+
+def start() -> World:
+    """Join the processes that torchrun started, or be the only one; returns this process's place.
+
+    gloo on CPUs; on GPUs NCCL for device tensors and gloo for host ones, for one process too. Raises ConfigError when
+    the launcher's variables are incomplete: a guessed LOCAL_WORLD_SIZE would put all ranks of a node on one GPU.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if size > 1:
+        for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise ConfigError(f"WORLD_SIZE is {size} but {name} is not set; start the processes with torchrun.")
+    else:  # DeepSpeed and streaming read these themselves
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    local_rank = int(os.environ["LOCAL_RANK"])
+    _end_with_parent()
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"Local rank {local_rank} has no GPU: {torch.cuda.device_count()} are visible; start fewer processes."
+            )
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # A process alone needs no port: a store in memory cannot collide with another run on the machine.
+    store = dist.HashStore() if size == 1 else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    return World(rank, local_rank, size, device)
+
+
+def stop() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """Ask Linux to kill this worker when the torchrun above it dies, or it would train on with nobody watching."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

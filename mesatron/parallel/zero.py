@@ -1,0 +1,211 @@
+"""The model under DeepSpeed: one optimizer step, and its whole state as plain logical tensors.
+
+DeepSpeed keeps fp32 weights and Adam moments in flat shards whose form depends on the ZeRO stage. Only this file knows
+those forms: `gather` turns them into whole tensors by parameter name, `restore` puts whole tensors back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from torch import Tensor, nn
+
+from mesatron.config import Config
+from mesatron.model.backbone import Backbone
+from mesatron.parallel.distributed import World
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = ("weight", *MOMENTS)
+TensorSource = Callable[[str, str], Tensor]
+"""kind (one of KINDS) and parameter name to the whole fp32 tensor."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Global gradient norm before clipping, and whether the optimizer moved (not if the norm is not finite)."""
+
+    grad_norm: float
+    applied: bool
+
+
+class ZeroEngine:
+    """A Backbone whose optimizer state, gradients and weights are sharded by `parallel.zero_stage`."""
+
+    def __init__(self, config: Config, world: World, accumulation_steps: int) -> None:
+        _quiet_deepspeed()
+        self.config, self.world = config, world
+        self.stage = config.parallel.zero_stage
+        settings = self._settings(accumulation_steps)
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+        with deepspeed.zero.Init(config_dict_or_path=settings, enabled=self.stage == 3):
+            model = Backbone(config.model)
+        if self.stage < 3:
+            model = model.to(world.device)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=self._optimizer(model), config=settings)
+        self.parameters: dict[str, nn.Parameter] = dict(self.engine.module.named_parameters())
+
+    @property
+    def module(self) -> Backbone:
+        """The model; under ZeRO-3 its parameters are whole only inside a forward or backward pass."""
+        return self.engine.module
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Whole shape of every parameter, in an order that is the same in every process."""
+        return {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
+
+    def losses(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """`Backbone.forward` of tensors on the host; documents are told apart if the config says so."""
+        device = self.world.device
+        documents = cu_seqlens.to(device) if self.config.data.reset_state_at_documents else None
+        chunk_tokens = self.config.train.loss_chunk_tokens
+        return self.engine(tokens.to(device), targets.to(device), documents, chunk_tokens)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Forward passes in here are no part of training."""
+        self.engine.eval()
+        yield
+        self.engine.train()
+
+    def backward(self, loss_sum: Tensor, global_targets: float, last: bool) -> None:
+        """Add the gradients of this process's `loss_sum` / `global_targets`; `last` ends the accumulation.
+
+        DeepSpeed averages gradients over processes, so the loss is first multiplied by their number: the result is the
+        gradient of the mean over all targets of the global batch, however it is split.
+        """
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss_sum * (self.world.size / global_targets), scale_wrt_gas=False)
+
+    def step(self, lr: float) -> StepResult:
+        """Clip and apply the accumulated gradients; a non-finite gradient in any process leaves all as they were."""
+        for group in self.engine.basic_optimizer.param_groups:
+            group["lr"] = lr
+        if self.stage == 0:
+            grad_norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.config.train.clip_grad_norm)
+            applied = bool(grad_norm.isfinite())
+            if not applied:
+                self.module.zero_grad(set_to_none=True)  # the optimizer passes over parameters without gradient
+            self.engine.step()
+            return StepResult(float(grad_norm), applied)
+        self.engine.step()
+        return StepResult(float(self.engine.get_global_grad_norm()), self.engine.was_step_applied())
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Updates applied so far, as Adam's bias correction counts them."""
+        return int(next(iter(self.engine.basic_optimizer.state.values()))["step"])
+
+    @optimizer_steps.setter
+    def optimizer_steps(self, steps: int) -> None:
+        for state in self.engine.basic_optimizer.state.values():
+            state["step"].fill_(steps)
+
+    def gather(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole fp32 tensor of one of KINDS for every parameter; every process must go through all of it."""
+        for name, parameter in self.parameters.items():
+            yield name, self._whole(parameter, kind)
+
+    @torch.no_grad()
+    def restore(self, source: TensorSource, kinds: tuple[str, ...] = KINDS) -> None:
+        """Replace tensors by those of `source`; the moments exist only after the first optimizer step.
+
+        Each process reads whole tensors and keeps its part, so the number of processes and the ZeRO stage may differ
+        from those that wrote them.
+        """
+        self._link_moments()
+        for name, parameter in self.parameters.items():
+            for kind in kinds:
+                self._write(parameter, kind, source(kind, name).to(self.world.device))
+
+    def _link_moments(self) -> None:
+        # DeepSpeed 0.19 links parameters to their moments after the step of the first parameter group, when those of
+        # the second do not exist yet, and then never again.
+        if self.stage in (1, 2) and self.engine.basic_optimizer.state:
+            self.engine.optimizer._hp_optimizer_states_linked = False
+            self.engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def _whole(self, parameter: nn.Parameter, kind: str) -> Tensor:
+        if self.stage == 0:
+            own = parameter if kind == "weight" else self.engine.basic_optimizer.state[parameter][kind]
+            return own.detach()
+        if kind == "weight":
+            return safe_get_full_fp32_param(parameter)
+        return safe_get_full_optimizer_state(parameter, kind)
+
+    def _write(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
+        if self.stage == 3:
+            self._write_partition(parameter, kind, value)
+        elif kind == "weight":
+            parameter.copy_(value)  # the working copy, in bf16 where that is the precision
+            if self.stage:
+                safe_set_full_fp32_param(parameter, value)
+        elif self.stage:
+            safe_set_full_optimizer_state(parameter, value, kind)
+        else:
+            self.engine.basic_optimizer.state[parameter][kind].copy_(value)
+
+    def _write_partition(self, parameter: Any, kind: str, value: Tensor) -> None:
+        # DeepSpeed's own setter for whole tensors reads past the end of those that do not divide by the processes.
+        size = parameter.ds_tensor.numel()
+        padded = nn.functional.pad(value.flatten(), (0, size * self.world.size - value.numel()))
+        own = padded[self.world.rank * size : (self.world.rank + 1) * size]
+        if kind != "weight":
+            safe_set_local_optimizer_state(parameter, own, kind)
+            return
+        safe_set_local_fp32_param(parameter, own)
+        parameter.ds_tensor.data.copy_(own)
+        if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # small parameters stay whole in every process
+            parameter.data.copy_(value)
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        train = self.config.train
+        decayed = [p for p in model.parameters() if p.info.weight_decay]  # type: ignore[union-attr]
+        others = [p for p in model.parameters() if not p.info.weight_decay]  # type: ignore[union-attr]
+        return torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=train.start_lr,
+            betas=(train.beta1, train.beta2),
+            eps=train.epsilon,
+            fused=self.world.device.type == "cuda",
+        )
+
+    def _settings(self, accumulation_steps: int) -> dict[str, Any]:
+        train, bf16 = self.config.train, self.config.train.precision == "bf16"
+        return {
+            "train_batch_size": train.global_batch_size,
+            "train_micro_batch_size_per_gpu": train.micro_batch_size,
+            "gradient_accumulation_steps": accumulation_steps,
+            # Stage 0 has no norm of its own in fp32; `step` clips there.
+            "gradient_clipping": train.clip_grad_norm if self.stage else 0.0,
+            "zero_optimization": {"stage": self.stage, "overlap_comm": False},
+            # Without shards there is no separate master copy: the weights stay fp32 and autocast makes the activations.
+            "bf16": {"enabled": bf16 and self.stage > 0},
+            "torch_autocast": {"enabled": bf16 and self.stage == 0, "dtype": "bfloat16"},
+            # Micro-batch gradients of 1e-3 of their sum would vanish in bf16's 8 bits.
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "communication_data_type": "fp32",
+            "steps_per_print": None,
+        }
+
+
+def _quiet_deepspeed() -> None:
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # On CPUs DeepSpeed compiles a shared-memory all-reduce at start. It needs a compiler, a process killed meanwhile
+    # leaves a lock that stops every later start, and its segments outlive a killed run. An empty table of usable
+    # extensions leaves it out; gloo does the work.
+    deepspeed.ops.__compatible_ops__ = {}

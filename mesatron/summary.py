@@ -1,0 +1,48 @@
+"""What a run came to, read back from its folder. Free of torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from mesatron.checkpoint.verify import find_latest
+from mesatron.config import load_config
+from mesatron.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Figures of a run; perplexities are None before the first validation."""
+
+    step: int
+    steps: int
+    tokens_seen: int
+    first_perplexity: float | None
+    last_perplexity: float | None
+    tokens_per_second: float
+    checkpoint: Path | None
+    tensorboard: Path
+
+
+def summarize(run_folder: Path) -> Summary:
+    """The summary of a run folder. Raises ConfigError when it is none."""
+    if not (run_folder / "config.yaml").exists():
+        raise ConfigError(f"{run_folder} is no run folder: it has no config.yaml; check the path.")
+    config = load_config(run_folder / "config.yaml")
+    path = run_folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    training = [line for line in lines if "train/loss" in line]
+    perplexities = [float(line["validation/perplexity"]) for line in lines if "validation/perplexity" in line]
+    speeds = sorted(line["train/tokens_per_second"] for line in training)
+    latest, _ = find_latest(run_folder / "checkpoints")
+    return Summary(
+        step=training[-1]["step"] if training else 0,
+        steps=config.train.steps,
+        tokens_seen=int(training[-1]["train/tokens"]) if training else 0,
+        first_perplexity=perplexities[0] if perplexities else None,
+        last_perplexity=perplexities[-1] if perplexities else None,
+        tokens_per_second=speeds[len(speeds) // 2] if speeds else 0.0,
+        checkpoint=latest.path if latest else None,
+        tensorboard=run_folder / "tensorboard",
+    )

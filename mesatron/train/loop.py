@@ -1,0 +1,286 @@
+"""The training loop, top to bottom: join, open the run, build, rehearse, restore, then step until done."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import mesatron_kernels
+import torch
+from mesatron_data.batch import IGNORED_TARGET
+from mesatron_data.manifest import Manifest
+from mesatron_data.stream import TrainStream, ValidationSet
+from torch import Tensor
+
+from mesatron.config import Config, accumulation_steps, dump_config
+from mesatron.errors import REPORTED, MemoryExhaustedError, NonFiniteError, StoppedEarly
+from mesatron.evaluate.perplexity import measure
+from mesatron.monitor.progress import Progress, Reading
+from mesatron.monitor.writer import Monitor
+from mesatron.parallel import distributed
+from mesatron.parallel.distributed import World
+from mesatron.parallel.zero import ZeroEngine
+from mesatron.train.data import open_data
+from mesatron.train.environment import describe_environment
+from mesatron.train.run import ResumePoint, Run
+from mesatron.train.schedule import learning_rate
+from mesatron.train.snapshot import StartState, save
+from mesatron.train.timing import PhaseTimer
+
+
+def train(config: Config, stop_at_step: int | None = None, allow_changes: bool = False) -> None:
+    """Train the run that `config` describes, from its newest checkpoint on if it has one, to its last step.
+
+    Runs in every process. `stop_at_step` saves there and raises StoppedEarly; faults are raised as mesatron.errors has
+    them. In every case attempts.jsonl says how the attempt ended.
+    """
+    world = distributed.start()
+    run = Run(config)
+    reason, exit_code = "finished", 0
+    try:
+        environment = describe_environment(world)
+        start = world.from_first(lambda: run.open(environment, allow_changes))
+        if start.step < config.train.steps:
+            Trainer(config, world, start, environment).run(stop_at_step)
+        elif world.is_first:
+            print(f"{config.run_folder} is complete: step {start.step} of {config.train.steps} is saved.")
+    except REPORTED as error:
+        reason, exit_code = str(error), error.exit_code
+        raise
+    except BaseException as error:
+        reason, exit_code = f"{type(error).__name__}: {error}", 130 if isinstance(error, KeyboardInterrupt) else 1
+        raise
+    finally:
+        run.close(reason, exit_code)
+        if exit_code in (0, StoppedEarly.exit_code):
+            distributed.stop()  # after a fault no further collective: the others may be gone
+
+
+class Trainer:
+    """One attempt at a run, in one of its processes."""
+
+    def __init__(self, config: Config, world: World, start: ResumePoint, environment: dict[str, Any]) -> None:
+        self.config, self.world, self.start = config, world, start
+        self.texts = {"config.yaml": dump_config(config), "environment.json": json.dumps(environment, indent=1) + "\n"}
+        self.accumulation_steps = accumulation_steps(config, world.size)
+        self.manifest: Manifest = world.from_first(lambda: open_data(config))
+        self.timer = PhaseTimer(world.device)
+        self.step = start.step
+        self.tokens_seen = self.skipped_steps = self.skipped_in_a_row = 0
+        self.logged_step, self.seconds_since_log = start.step, 0.0
+
+    def run(self, stop_at_step: int | None) -> None:
+        """Train from the resume point to `stop_at_step` or the last step."""
+        last_step = min(self.config.train.steps, stop_at_step or self.config.train.steps)
+        with ExitStack() as stack:
+            self.engine = ZeroEngine(self.config, self.world, self.accumulation_steps)
+            origin = StartState(self.start.checkpoint, self.engine, self.config)
+            origin.restore_weights()
+            self._rehearse()
+            origin.restore(self.world)
+            self.tokens_seen = origin.state.get("tokens_seen", 0)
+            self.skipped_steps = origin.state.get("skipped_steps", 0)
+            self._open_data(origin.state)
+            stack.callback(self.validation.close)
+            stack.callback(self.stream.close)
+            if self.world.is_first:
+                self.monitor = Monitor(self.config.run_folder, self.start.step)
+                stack.callback(self.monitor.close)
+                self.progress = stack.enter_context(Progress(self.config.train.steps, self.start.step))
+                self._announce()
+            if self.step == 0:
+                self._validate()
+            while self.step < last_step:
+                self._train_step()
+                if self._due(self.config.evaluate.every_steps):
+                    self._validate()
+                if self._due(self.config.checkpoint.every_steps) or self.step == last_step:
+                    self._save()
+        if self.step < self.config.train.steps:
+            raise StoppedEarly(
+                f"Stopped as asked after step {self.step} of {self.config.train.steps}, which is saved; "
+                "the same command without --stop-at-step goes on from there."
+            )
+
+    def _train_step(self) -> None:
+        """One optimizer step on one global batch."""
+        begin = time.perf_counter()
+        with self.timer.phase("data"):
+            batch = next(self.stream)
+        targets, checksum = self.world.sum(float((batch.targets != IGNORED_TARGET).sum()), _checksum(batch.sample_ids))
+        micro_batches = batch.split(self.config.train.micro_batch_size)
+        loss_sum = torch.zeros((), device=self.world.device)
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            with self.timer.phase("forward"):
+                losses = self.engine.losses(micro_batch.tokens, micro_batch.targets, micro_batch.cu_seqlens)
+                loss = losses.sum()
+            with self.timer.phase("backward"):
+                self.engine.backward(loss, targets, last=number == len(micro_batches))
+            loss_sum += loss.detach()
+        lr = learning_rate(self.config.train, self.step + 1)
+        with self.timer.phase("step"):
+            result = self.engine.step(lr)
+        self.step += 1
+        self.tokens_seen += self.config.tokens_per_step
+        self.seconds_since_log += time.perf_counter() - begin
+        self._count_skipped(result.applied)
+        if self._due(self.config.monitor.log_every_steps):
+            (global_loss_sum,) = self.world.sum(float(loss_sum))
+            if self.world.is_first:
+                self._log(global_loss_sum / targets, lr, result.grad_norm, checksum)
+
+    def _count_skipped(self, applied: bool) -> None:
+        if applied:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_steps += 1
+        self.skipped_in_a_row += 1
+        self._say(
+            f"step {self.step}: the gradient is not finite, so the update is skipped ({self.skipped_steps} so far)"
+        )
+        if self.skipped_in_a_row >= self.config.train.max_skipped_steps:
+            raise NonFiniteError(
+                f"The last {self.skipped_in_a_row} gradients up to step {self.step} were not finite; "
+                "lower train.peak_lr, or raise train.max_skipped_steps to go on from the last checkpoint."
+            )
+
+    def _validate(self) -> None:
+        """Perplexity of the current weights on held-out text, in all processes together."""
+        with self.engine.evaluating():
+            result = measure(self.engine.losses, iter(self.validation), self.manifest, self.world)
+        if self.world.is_first:
+            by_source = {f"validation/loss_by_source/{name}": loss for name, loss in result.loss_by_source.items()}
+            overall = {"validation/loss": result.loss, "validation/perplexity": result.perplexity}
+            self.monitor.scalars(self.step, overall | by_source)
+            self._say(f"step {self.step}: validation loss {result.loss:.4f}, perplexity {result.perplexity:.2f}")
+
+    def _save(self) -> None:
+        """A checkpoint of this step; what was recorded up to it reaches the disk first, or a kill would lose points."""
+        if self.world.is_first:
+            self.monitor.flush()
+        begin = time.perf_counter()
+        state = {
+            "step": self.step,
+            "tokens_seen": self.tokens_seen,
+            "skipped_steps": self.skipped_steps,
+            "data": self.stream.state_dict(),
+            "world_size": self.world.size,
+        }
+        path = save(self.engine, self.config, self.world, self.start.attempt, state, self.texts)
+        self._say(f"step {self.step}: saved {path} in {time.perf_counter() - begin:.1f} s")
+
+    def _rehearse(self) -> None:
+        """A throw-away optimizer step on random tokens: running out of memory shows now, and the moments come to be.
+
+        Whatever it changes is overwritten by the restore that follows.
+        """
+        train, context = self.config.train, self.config.data.context_length
+        generator = torch.Generator().manual_seed(self.world.rank)
+        vocabulary = self.config.model.vocabulary_size
+        try:
+            # With accumulation the second pass runs beside the gradients of the first.
+            for last in [True] if self.accumulation_steps == 1 else [False, True]:
+                tokens = torch.randint(vocabulary, (train.micro_batch_size, context), generator=generator)
+                bounds = torch.arange(train.micro_batch_size + 1, dtype=torch.int32) * context
+                losses = self.engine.losses(tokens, tokens, bounds)
+                self.engine.backward(losses.sum(), float(train.global_batch_size * context), last)
+            self.engine.step(lr=0.0)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+                raise MemoryExhaustedError(
+                    f"A step with {train.micro_batch_size} sequences of {context} tokens does not fit into the memory "
+                    f"of {self.world.device}; lower train.micro_batch_size or raise parallel.zero_stage."
+                ) from None
+            raise
+
+    def _open_data(self, state: dict[str, Any]) -> None:
+        data, evaluate = self.config.data, self.config.evaluate
+        self.stream = TrainStream(
+            str(data.folder), self.config.train.global_batch_size, self.world.rank, self.world.size,
+            seed=self.config.train.seed, shuffle=data.shuffle, num_canonical_nodes=data.num_canonical_nodes,
+            shuffle_block_size=data.shuffle_block_size, workers=data.workers, timeout_seconds=data.timeout_seconds,
+        )  # fmt: skip
+        self.validation = ValidationSet(
+            str(data.folder), evaluate.micro_batch_size, self.world.rank, self.world.size,
+            max_samples=evaluate.max_sequences or None, workers=data.workers, timeout_seconds=data.timeout_seconds,
+        )  # fmt: skip
+        if "data" in state:
+            self.stream.load_state_dict(state["data"])
+
+    def _due(self, every_steps: int) -> bool:
+        return self.step % every_steps == 0 or self.step == self.config.train.steps
+
+    def _say(self, text: str) -> None:
+        if self.world.is_first:
+            self.progress.say(text)
+
+    def _announce(self) -> None:
+        """What this attempt does, before the first step."""
+        config, train = self.config, self.config.train
+        kernel = mesatron_kernels.resolve(config.model.mesa.implementation, self.world.device)
+        where = f"continues {self.start.checkpoint}" if self.start.checkpoint else "starts from seed " + str(train.seed)
+        for line in [
+            f"run        {config.run_folder} ({where}; {self.start.attempt})",
+            *(f"note       {note}" for note in self.start.notes),
+            f"model      {config.model.mixer}, {config.model.parameter_count():,} parameters, {kernel} kernels, "
+            f"{train.precision}",
+            f"processes  {self.world.size} on {self.world.device.type}, ZeRO-{config.parallel.zero_stage}",
+            f"batch      {train.global_batch_size} sequences = {train.micro_batch_size} x {self.accumulation_steps} "
+            f"accumulation x {self.world.size} processes; {config.tokens_per_step:,} tokens per step",
+            f"data       {config.data.folder}, {self.stream.steps_per_epoch} steps per epoch, "
+            f"{self.stream.dropped_samples} sequences left over",
+            f"steps      {self.step} of {train.steps} done, checkpoint every {config.checkpoint.every_steps}",
+        ]:
+            self.progress.say(line)
+
+    def _log(self, loss: float, lr: float, grad_norm: float, checksum: float) -> None:
+        """The step's figures, to TensorBoard, metrics.jsonl and the terminal."""
+        seconds, steps = self.seconds_since_log, self.step - self.logged_step
+        tokens_per_second = steps * self.config.tokens_per_step / seconds
+        phases = self.timer.read()
+        scalars = {
+            "train/loss": loss,
+            "train/perplexity": math.exp(min(loss, 700.0)),
+            "train/learning_rate": lr,
+            "train/grad_norm": grad_norm,
+            "train/tokens": float(self.tokens_seen),
+            "train/tokens_per_second": tokens_per_second,
+            "train/skipped_steps": float(self.skipped_steps),
+            "data/samples_checksum": checksum,
+            "memory/peak_bytes": self._peak_memory(),
+        }
+        scalars |= {f"time/{phase}_seconds": total / steps for phase, total in phases.items()}
+        histograms = {}
+        for number, block in enumerate(self.engine.module.blocks):
+            for name, values in block.mixer.observations.items():  # type: ignore[union-attr, operator]
+                if name == "solver/steps":
+                    scalars[f"{name}/layer_{number:02d}"] = float(values.float().mean())
+                elif name == "solver/residual":
+                    scalars[f"{name}/layer_{number:02d}"] = float(values.max())
+                else:
+                    histograms[f"{name}/layer_{number:02d}"] = values
+        self.monitor.scalars(self.step, scalars)
+        if self._due(self.config.monitor.histogram_every_steps):
+            for tag, values in histograms.items():
+                self.monitor.histogram(self.step, tag, values)
+        data_share = phases["data"] / seconds
+        self.progress.update(Reading(self.step, loss, lr, grad_norm, tokens_per_second, data_share))
+        self.logged_step, self.seconds_since_log = self.step, 0.0
+
+    def _peak_memory(self) -> float:
+        """Bytes: of the GPU, or of this process where there is none."""
+        if self.world.device.type == "cuda":
+            return float(torch.cuda.max_memory_allocated())
+        unit = 1 if sys.platform == "darwin" else 1024
+        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+def _checksum(sample_ids: Tensor) -> float:
+    """A number that tells sets of sequences apart whatever their order; sums over processes stay exact in float64."""
+    mixed = (sample_ids.long() + 1) * 0x9E3779B1 % 2**32
+    return float((mixed * mixed % 2**36).sum())

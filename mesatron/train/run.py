@@ -1,0 +1,127 @@
+"""A run's folder: who may write into it, what it was started with, and where it goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mesatron.checkpoint.files import replace_file
+from mesatron.checkpoint.format import set_aside
+from mesatron.checkpoint.reader import CheckpointReader
+from mesatron.checkpoint.retention import remove_leftovers
+from mesatron.checkpoint.verify import find_latest
+from mesatron.config import Config, changed_keys, dump_config, load_config
+from mesatron.errors import CheckpointError, ConfigError
+from mesatron.monitor.attempts import Attempt
+
+# Keys that may change between attempts: what a run computes does not depend on them, beyond rounding.
+FREE_KEYS = (
+    "runs_folder", "data.input_folder", "data.folder", "data.workers", "data.timeout_seconds", "train.micro_batch_size",
+    "train.loss_chunk_tokens", "train.max_skipped_steps", "tokenizer.", "parallel.", "checkpoint.", "monitor.",
+    "evaluate.", "model.mesa.implementation", "model.mesa.chunk_size",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where an attempt begins: a checkpoint that verifies, or step 0; `notes` say why, a line each."""
+
+    checkpoint: Path | None = None
+    step: int = 0
+    attempt: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+class Run:
+    """The first process's hold on a run folder, from `open` to `close`."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.folder = config.run_folder
+        self.attempt: Attempt | None = None
+        self._lock: int | None = None
+
+    def open(self, environment: dict[str, Any], allow_changes: bool) -> ResumePoint:
+        """Take the folder, decide where to go on and log the attempt.
+
+        Raises ConfigError when another process trains in it or when keys changed that alter the result, unless
+        `allow_changes`; CheckpointError when the model itself changed.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot make the run folder {self.folder}: {error.strerror}; check runs_folder."
+            ) from None
+        self._take()
+        notes = self._compare_config(allow_changes)
+        checkpoints = self.folder / "checkpoints"
+        latest, skipped = find_latest(checkpoints)
+        notes += [f"Passing over {info.path}: {info.reason}." for info in skipped]
+        step = latest.step if latest else 0
+        if step > self.config.train.steps:
+            raise ConfigError(
+                f"{latest.path} is beyond train.steps = {self.config.train.steps}; raise it or start under another name."
+            )
+        self.attempt = Attempt(self.folder / "attempts.jsonl", step or None)
+        notes += [f"Attempt {number} ended without a word: it was killed." for number in self.attempt.killed]
+        identifier = f"attempt-{self.attempt.number:04d}"
+        remove_leftovers(checkpoints, identifier)
+        for info in skipped:
+            if info.status == "damaged" and info.path.name.startswith("step-"):
+                notes.append(f"It now lies in {set_aside(info.path, 'damaged', identifier)}.")
+        replace_file(self.folder / "config.yaml", [dump_config(self.config).encode()])
+        replace_file(self.folder / "environment.json", [json.dumps(environment, indent=1).encode() + b"\n"])
+        return ResumePoint(latest.path if latest else None, step, identifier, notes)
+
+    def close(self, reason: str, exit_code: int) -> None:
+        """Log how the attempt ended and let go of the folder."""
+        if self.attempt is not None:
+            self.attempt.end(reason, exit_code)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _take(self) -> None:
+        # The kernel drops the lock with the process, however it ends.
+        self._lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"Another process trains in {self.folder}; wait for it or choose another name.") from None
+
+    def _compare_config(self, allow_changes: bool) -> list[str]:
+        path = self.folder / "config.yaml"
+        if not path.exists():
+            return []
+        changes = changed_keys(load_config(path), self.config)
+        described = {key: f"{key}: {old} -> {new}" for key, (old, new) in changes.items()}
+        serious = [text for key, text in described.items() if not key.startswith(FREE_KEYS)]
+        if serious and not allow_changes:
+            model_changed = any(text.startswith("model.") for text in serious)
+            error = CheckpointError if model_changed else ConfigError
+            what = "holds another model" if model_changed else "was started with other settings"
+            raise error(
+                f"{self.folder} {what} ({'; '.join(serious)}); choose another name, or pass --allow-changes to go on."
+            )
+        return [f"Changed since the last attempt: {text}." for text in described.values()]
+
+
+def read_checkpoint(path: Path) -> CheckpointReader:
+    """Open the checkpoint `path`, a checkpoint folder or a run folder (then its newest that verifies).
+
+    Raises CheckpointError when there is none.
+    """
+    if path.name.startswith("step-") or (path / "manifest.json").exists():
+        return CheckpointReader(path)
+    if not path.is_dir():
+        raise CheckpointError(f"There is no run or checkpoint folder {path}; check the path.")
+    latest, skipped = find_latest(path / "checkpoints")
+    if latest is None:
+        found = f" ({skipped[0].path.name}: {skipped[0].reason})" if skipped else ""
+        raise CheckpointError(f"{path} holds no complete checkpoint{found}; train first or choose another run.")
+    return CheckpointReader(latest.path)

@@ -1,0 +1,159 @@
+"""Reading records: what comes out of odd and damaged files, against the exact documents and counts expected, by file and line."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from mesatron_data.errors import DataError
+from mesatron_data.records import Counts, check_skipped, list_files, read_documents
+
+
+def line(text: object, source: object = "RedPajamaBook") -> bytes:
+    return json.dumps({"text": text, "meta": {"redpajama_set_name": source}}).encode() + b"\n"
+
+
+def read(folder: Path) -> tuple[list[tuple[str, str, int]], Counts]:
+    counts = Counts()
+    documents = []
+    for file in list_files(str(folder), "train"):
+        documents += [(document.text, document.file, document.line) for document in read_documents(file, counts)]
+    return documents, counts
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Path:
+    (tmp_path / "train").mkdir()
+    return tmp_path / "train"
+
+
+def test_each_unusable_record_is_counted_with_its_place(train: Path) -> None:
+    lines = [
+        line("first"),
+        line(""),
+        line(" \n\t\u2003"),
+        b"{broken\n",
+        b'{"meta": {}}\n',
+        line(7),
+        b'["text"]\n',
+        b'{"text": "caf\xe9"}\n',
+        b"\n",
+        b"[" * 100_000 + b"\n",
+        line("last"),
+    ]
+    (train / "a.jsonl").write_bytes(b"".join(lines))
+    documents, counts = read(train.parent)
+    assert documents == [("first", "train/a.jsonl", 1), ("last", "train/a.jsonl", 11)]
+    assert counts.documents == 2
+    assert dict(counts.skipped) == {
+        "empty": 1,
+        "whitespace_only": 1,
+        "not_json": 2,
+        "no_text": 3,
+        "invalid_utf8": 1,
+        "blank_line": 1,
+    }
+    assert counts.places["no_text"] == ["train/a.jsonl:5", "train/a.jsonl:6", "train/a.jsonl:7"]
+    assert counts.places["invalid_utf8"] == ["train/a.jsonl:8"]
+
+
+def test_only_the_first_places_are_kept(train: Path) -> None:
+    (train / "a.jsonl").write_bytes(b"x\n" * 100 + line("t"))
+    _, counts = read(train.parent)
+    assert counts.skipped["not_json"] == 100
+    assert counts.places["not_json"] == [f"train/a.jsonl:{number}" for number in range(1, 6)]
+
+
+def test_unusual_characters_pass_unchanged(train: Path) -> None:
+    texts = ["a\0b", "\ufeffmark", "one\u2028two\u2029three\x85", "cr\r\nlf\r", "👩\u200d👩\u200d👧", "\u200fשלום", "x" * 1_000_000]
+    escaped = b"".join(line(text) for text in texts)
+    raw = b"".join(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n" for text in texts)
+    (train / "a.jsonl").write_bytes(escaped + raw)
+    documents, counts = read(train.parent)
+    assert [text for text, _, _ in documents] == texts * 2
+    assert not counts.skipped
+    assert not counts.normalised
+
+
+def test_changed_characters_are_counted(train: Path) -> None:
+    (train / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + line("one") + b'{"text": "a\\ud800b\\udfffc \\ud83d\\ude00"}\r\n')
+    documents, counts = read(train.parent)
+    assert [text for text, _, _ in documents] == ["one", "a\ufffdb\ufffdc 😀"]
+    assert dict(counts.normalised) == {"byte_order_mark_removed": 1, "lone_surrogate_replaced": 2}
+
+
+def test_sources(train: Path) -> None:
+    lines = [line("a", "RedPajamaC4"), line("b", None), line("c", 3), b'{"text": "d"}\n', b'{"text": "e", "meta": "?"}\n']
+    (train / "a.jsonl").write_bytes(b"".join(lines))
+    (file,) = list_files(str(train.parent), "train")
+    assert [document.source for document in read_documents(file, Counts())] == ["RedPajamaC4"] + ["unknown"] * 4
+
+
+def test_forms_and_order(train: Path) -> None:
+    (train / "deep").mkdir()
+    (train / "b.jsonl.gz").write_bytes(gzip.compress(line("b1") + line("b2")))
+    compressor = zstandard.ZstdCompressor()
+    (train / "deep/c.jsonl.zst").write_bytes(compressor.compress(line("c1")) + compressor.compress(line("c2")))
+    (train / "a.jsonl").write_bytes(line("a1") + line("a2").rstrip())
+    (train / "ignored.txt").write_bytes(line("ignored"))
+    documents, _ = read(train.parent)
+    assert [text for text, _, _ in documents] == ["a1", "a2", "b1", "b2", "c1", "c2"]
+
+
+@pytest.mark.parametrize("suffix", ["zst", "gz"])
+@pytest.mark.parametrize("kept", [0.4, 0.7, 0.999])
+def test_a_truncated_file_gives_what_it_holds_and_is_counted(train: Path, suffix: str, kept: float) -> None:
+    texts = [f"{number} " + "abcdefghij"[number % 10] * number for number in range(3000)]
+    data = b"".join(line(text) for text in texts)
+    packed = zstandard.ZstdCompressor().compress(data) if suffix == "zst" else gzip.compress(data)
+    (train / f"a.jsonl.{suffix}").write_bytes(packed[: int(len(packed) * kept)])
+    documents, counts = read(train.parent)
+    assert [text for text, _, _ in documents] == texts[: len(documents)]
+    assert len(documents) < len(texts) or kept == 0.999
+    assert dict(counts.skipped) == {"truncated_file": 1}
+    assert counts.places["truncated_file"] == [f"train/a.jsonl.{suffix}:{len(documents) + 1}"]
+
+
+def test_damaged_compression_is_counted_not_raised(train: Path) -> None:
+    (train / "a.jsonl.zst").write_bytes(b"this is no zstandard frame")
+    (train / "b.jsonl.gz").write_bytes(b"this is no gzip file")
+    documents, counts = read(train.parent)
+    assert documents == []
+    assert dict(counts.skipped) == {"truncated_file": 2}
+
+
+def test_missing_and_empty_folders(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="No folder .*/nowhere/train"):
+        list_files(str(tmp_path / "nowhere"), "train")
+    (tmp_path / "train").mkdir()
+    with pytest.raises(DataError, match="No .jsonl"):
+        list_files(str(tmp_path), "train")
+
+
+def test_allowed_share_of_skipped_records(train: Path) -> None:
+    (train / "a.jsonl").write_bytes(line("one") * 9 + b"broken\n")
+    _, counts = read(train.parent)
+    check_skipped(counts, 0.1, "here")
+    with pytest.raises(DataError, match=r"1 of 10 records in here .* not_json 1 \(first at train/a.jsonl:10\)"):
+        check_skipped(counts, 0.09, "here")
+    with pytest.raises(DataError, match="0 of 0 records"):
+        check_skipped(Counts(), 1.0, "here")
+
+
+def test_counts_of_files_add_up() -> None:
+    first, second = Counts(documents=2), Counts(documents=3)
+    for number in range(4):
+        first.skip("empty", "a", number)
+        second.skip("empty", "b", number)
+    first.add(second)
+    assert first.documents == 5
+    assert first.skipped["empty"] == 8
+    assert first.places["empty"] == ["a:0", "a:1", "a:2", "a:3", "b:0"]
+
+
+def test_reading_through_a_url(train: Path) -> None:
+    (train / "a.jsonl").write_bytes(line("one"))
+    (file,) = list_files(f"file://{train.parent}", "train")
+    assert [document.text for document in read_documents(file, Counts())] == ["one"]

@@ -28,8 +28,8 @@ class SampleReader:
     """One split of a prepared folder. Opening and closing are collective: every process of a torch.distributed group
     does both.
 
-    folder: local path or URL. cache_folder: where unpacked shards are kept, needed for a URL; without it they are
-    kept beside the packed ones. One cache folder serves all processes of a run, and one run at a time.
+    folder: local path or URL. cache_folder: where unpacked shards are kept, needed for a URL; without it they are kept
+    beside the packed ones. Runs may share either.
 
     Attributes: manifest, samples (how many), samples_per_shard [shards] int64.
     Raises DataError when the folder is no prepared folder, its parts do not fit together, or the launch is half set up.
@@ -71,6 +71,9 @@ class SampleReader:
                 f"Cannot open {folder}/{split} ({' '.join(str(error).split())}): correct the path, or use "
                 "another cache folder."
             ) from error
+        # streaming refuses a cache folder that another run has open, unless that run's lock file exists. Sharing is safe:
+        # files are put in place by renaming and are checked before use.
+        Path(self._dataset._cache_filelock_path).touch()
         self.samples_per_shard = self._dataset.samples_per_shard
         self.samples = self._dataset.num_samples
         self._checked: set[int] = set()

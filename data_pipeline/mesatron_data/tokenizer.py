@@ -164,7 +164,7 @@ def train_tokenizer(
             minloglevel=2,
         )
     except RuntimeError as error:
-        reason = " ".join(str(error).split()).rstrip(".")
+        reason = str(error).rpartition("] ")[2].strip().rstrip(".")  # after its source line and condition
         raise DataError(
             f"Cannot train a tokenizer of {vocabulary_size} pieces on {input_folder}/train: {reason}; give "
             "more text or choose another size."

@@ -2,8 +2,8 @@
 
 The sequence is cut into chunks of L tokens. States exist only at chunk starts; within a chunk a token sees earlier ones
 through an L x L matrix of decays, so that no D x D matrix is ever held per token. Letters in shapes: B batch, h heads,
-C chunks, L tokens of a chunk, n = B * h * C rows, D key size, Dv value size, E = D + Dv: both states are sums of w k^T with
-w = [k, v], so one set of products serves both.
+C chunks, L tokens of a chunk, n = B * h * C rows, D key size, Dv value size, E = D + Dv: both states are sums of w
+k^T with w = [k, v], so one set of products serves both.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mesatron_kernels.layout import Layout
 from mesatron_kernels.solver import DenseOperator, conjugate_gradient
 from mesatron_kernels.state import MesaOutput, MesaState
 
-# exp of this is 0 in float64 too, so such a gate forgets everything and has no gradient; in a sum of logarithms, -inf or
-# -1e30 would swallow its neighbours.
+# exp of this is 0 in float64 too, so such a gate forgets everything and has no gradient; in a sum of logarithms, -inf
+# or -1e30 would swallow its neighbours.
 FORGETS_ALL = -800.0
 # Chunk states are combined by matrices of at most this many chunks, which keeps that work linear in the sequence.
 SCAN_BLOCK = 64
@@ -199,8 +199,9 @@ def build(
 def _scan(sums: Tensor, log_decay: Tensor, reset: Tensor, initial: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Pass states from chunk to chunk.
 
-    sums [B, h, C, E, D], log_decay and reset [B, h, C], initial [B, h, S, E, D] -> states at chunk starts [B, h, C, E, D]
-    and final states [B, h, S, E, D]. A sequence takes one slot for its initial state and one for the state after each chunk.
+    sums [B, h, C, E, D], log_decay and reset [B, h, C], initial [B, h, S, E, D] -> states at chunk starts [B, h, C,
+    E, D] and final states [B, h, S, E, D]. A sequence takes one slot for its initial state and one for the state
+    after each chunk.
     """
     shape = initial.shape[:3]
     slots = torch.cat([initial, sums], 2)[:, :, layout.slot_order].flatten(3)

@@ -15,10 +15,10 @@ Places = Tensor | slice
 class Layout:
     """A chunked view of [batch, length, ...].
 
-    Without documents every row of the batch is one sequence. Documents are handled in one of two ways. Where no state goes
-    in or comes out, chunks pay no heed to documents and a document's first token just forgets all before it: no padding.
-    Where states are wanted, each document starts a chunk, and chunks are no longer than the mean document (rounded up to a
-    power of two), so padding adds at most two tokens to each and there are no more chunks than twice the documents.
+    Without documents every row of the batch is one sequence. Documents are handled in one of two ways. Where no state
+    goes in or comes out, chunks pay no heed to documents and a document's first token just forgets all before it: no
+    padding. Where states are wanted, each document starts a chunk, and chunks are no longer than the mean document
+    rounded up to a power of two: padding at most trebles the tokens, and there is at most one more chunk per document.
     """
 
     batch: int

@@ -111,21 +111,21 @@ def mesa(
         log_gamma: float32 or float64 [B, T, h], at most 0; -inf forgets everything before the token.
         beta: float32 or float64 [B, T, h], at least 0.
         lam: [h, D], the diagonal of Lambda, above 0.
-        initial_state: states before the first token of each of N sequences (H symmetric), zero if not given. N is B, or the
-            number of documents.
-        cu_seqlens: int32 or int64 [N + 1], bounds of documents packed into one row (B = 1), from 0 to T; a document may be
-            empty.
+        initial_state: states before the first token of each of N sequences (H symmetric), zero if not given. N is B, or
+            the number of documents.
+        cu_seqlens: int32 or int64 [N + 1], bounds of documents packed into one row (B = 1), from 0 to T; a document may
+            be empty.
         max_steps: conjugate gradient steps at most, in the forward and in the backward solve.
-        tolerance: a token's solve stops when its residual norm is at most this times the norm of its right-hand side; 0 gives
-            max_steps steps.
+        tolerance: a token's solve stops when its residual norm is at most this times the norm of its right-hand side;
+            0 gives max_steps steps.
         chunk_size: tokens treated together; a matter of speed only.
         return_state: whether to return final states. Documents run faster without.
         implementation: "auto" or one of `available()`.
 
     Returns:
-        MesaOutput, see there. Gradients flow to q, k, v, log_gamma, beta, lam and both initial states, from o and both final
-        states; they are those of the exact solve (implicit differentiation, appendix D). Everything is computed in float32,
-        or in float64 if q is float64, under autocast as well.
+        MesaOutput, see there. Gradients flow to q, k, v, log_gamma, beta, lam and both initial states, from o and both
+        final states; they are those of the exact solve (implicit differentiation, appendix D). All is computed in
+        float32, or in float64 if q is float64, under autocast as well.
 
     Raises:
         ValueError: shapes or document bounds do not fit together, or the implementation is unknown.
@@ -174,8 +174,8 @@ def mesa_step(
 ) -> MesaOutput:
     """One token of `mesa`, for generation; no gradients.
 
-    q, k [B, h, D]; v [B, h, Dv]; log_gamma, beta [B, h]; lam [h, D]; state of B sequences. Returns o [B, h, Dv], the new state
-    (the given one is left as it is), steps and residual [B, h]. Raises ValueError as `mesa` does.
+    q, k [B, h, D]; v [B, h, Dv]; log_gamma, beta [B, h]; lam [h, D]; state of B sequences. Returns o [B, h, Dv], the
+    new state (the given one stays as it is), steps and residual [B, h]. Raises ValueError as `mesa` does.
     """
     B, h, D = q.shape
     _check_shapes(

@@ -25,7 +25,7 @@ def mesa(
     chunk_size: int,
     return_state: bool,
 ) -> MesaOutput:
-    """Exact form of `mesatron_kernels.mesa`, where the arguments are described; the solver's settings do not matter here.
+    """Exact form of `mesatron_kernels.mesa`, where the arguments are described; the solver's settings play no part.
 
     Slow. Steps and residual are reported as 0. Gradients by automatic differentiation.
     """

@@ -21,7 +21,11 @@ class Operator(Protocol):
         """The operator restricted to the rows named by index, int64 [m]."""
 
 
-THR=1
+# The start is used if its residual is at most this many times the right-hand side. What a large residual rounds away is
+# never regained: with 2,000 identical keys of size 64 it was 50 times, and float32 gradients were off by 2 % in place
+# of 0.07 %.
+WORST_START = 5.0
+
 
 class Solution(NamedTuple):
     x: Tensor  # [n, L, D]
@@ -48,11 +52,12 @@ class DenseOperator:
 def conjugate_gradient(operator: Operator, rhs: Tensor, *, max_steps: int, tolerance: float) -> Solution:
     """Solve operator x = rhs for every right-hand side of rhs [n, L, D], float32 or float64.
 
-    Paper Algorithm 1: plain conjugate gradients from x_0 = rhs / diagonal. Every right-hand side is brought to norm 1 first
-    and its solution scaled back, so that nothing depends on scale and zero gives exactly zero. A system stops when its
-    residual norm is at most tolerance times the norm of its right-hand side; the paper measures against the residual of
-    x_0, which asks the impossible where x_0 is already exact. A stopped system is frozen, whatever its neighbours do.
-    tolerance 0 takes max_steps steps (a system whose residual is exactly zero has nothing left to do).
+    Paper Algorithm 1: plain conjugate gradients from x_0 = rhs / diagonal, or from 0 where that is a poor start. Every
+    right-hand side is brought to norm 1 first and its solution scaled back, so that nothing depends on scale and zero
+    gives exactly zero. A system stops when its residual norm is at most tolerance times the norm of its right-hand
+    side; the paper measures against the residual of x_0, which asks the impossible where x_0 is already exact. A
+    stopped system is frozen, whatever its neighbours do. tolerance 0 takes max_steps steps (but none once a residual
+    is exactly zero).
     """
     scale = _norm(rhs)
     b = rhs / torch.where(scale > 0, scale, 1.0)
@@ -61,11 +66,11 @@ def conjugate_gradient(operator: Operator, rhs: Tensor, *, max_steps: int, toler
     Ap, product = torch.empty_like(b), torch.empty_like(b)
     r = b - operator.apply(x, Ap)
     rr = _dot(r, r, product)
-    poor = rr > THR
-    x.masked_fill_(poor, 0)
+    poor = rr > WORST_START**2
+    x.masked_fill_(poor, 0.0)
     r = torch.where(poor, b, r)
+    rr.masked_fill_(poor, 1.0)
     p = r.clone()
-    rr = _dot(r, r, product)
     steps = torch.zeros_like(rr, dtype=torch.int32)
     all_x, all_rr, all_steps, index = x, rr, steps, None
     # Reading the count back stalls a GPU, so it is read there only now and then.

@@ -94,7 +94,6 @@ def start() -> World:
         torch.cuda.set_device(device)
     else:
         device, backend = torch.device("cpu"), "gloo"
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # A process alone needs no port: a store in memory cannot collide with another run on the machine.
     store = dist.HashStore() if size == 1 else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)

@@ -7,13 +7,18 @@ those forms: `gather` turns them into whole tensors by parameter name, `restore`
 from __future__ import annotations
 
 import logging
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import deepspeed
 import torch
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # DeepSpeed's guess warns
+
+import deepspeed
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -205,6 +210,8 @@ class ZeroEngine:
 
 def _quiet_deepspeed() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # It calls collectives by the names that torch 2.11 knows and 2.13 is renaming.
+    warnings.filterwarnings("ignore", "`torch.distributed.*` is deprecated", FutureWarning)
     # On CPUs DeepSpeed compiles a shared-memory all-reduce at start. It needs a compiler, a process killed meanwhile
     # leaves a lock that stops every later start, and its segments outlive a killed run. An empty table of usable
     # extensions leaves it out; gloo does the work.

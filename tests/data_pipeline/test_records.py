@@ -67,7 +67,15 @@ def test_only_the_first_places_are_kept(train: Path) -> None:
 
 
 def test_unusual_characters_pass_unchanged(train: Path) -> None:
-    texts = ["a\0b", "\ufeffmark", "one\u2028two\u2029three\x85", "cr\r\nlf\r", "👩\u200d👩\u200d👧", "\u200fשלום", "x" * 1_000_000]
+    texts = [
+        "a\0b",
+        "\ufeffmark",
+        "one\u2028two\u2029three\x85",
+        "cr\r\nlf\r",
+        "👩\u200d👩\u200d👧",
+        "\u200fשלום",
+        "x" * 1_000_000,
+    ]
     escaped = b"".join(line(text) for text in texts)
     raw = b"".join(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n" for text in texts)
     (train / "a.jsonl").write_bytes(escaped + raw)
@@ -85,7 +93,13 @@ def test_changed_characters_are_counted(train: Path) -> None:
 
 
 def test_sources(train: Path) -> None:
-    lines = [line("a", "RedPajamaC4"), line("b", None), line("c", 3), b'{"text": "d"}\n', b'{"text": "e", "meta": "?"}\n']
+    lines = [
+        line("a", "RedPajamaC4"),
+        line("b", None),
+        line("c", 3),
+        b'{"text": "d"}\n',
+        b'{"text": "e", "meta": "?"}\n',
+    ]
     (train / "a.jsonl").write_bytes(b"".join(lines))
     (file,) = list_files(str(train.parent), "train")
     assert [document.source for document in read_documents(file, Counts())] == ["RedPajamaC4"] + ["unknown"] * 4

@@ -72,10 +72,14 @@ def test_sources_follow_their_documents(prepared: Path, tokenizer_path: Path, te
         assert manifest.splits["train"].sources[name].tokens == expected.count(name)
 
 
-def test_the_same_input_gives_the_same_bytes(prepared: Path, records: Path, tokenizer_path: Path, tmp_path: Path) -> None:
+def test_the_same_input_gives_the_same_bytes(
+    prepared: Path, records: Path, tokenizer_path: Path, tmp_path: Path
+) -> None:
     result = prepare(str(records), tmp_path / "again", tokenizer_path, CONTEXT_LENGTH, shard_bytes=6000)
     assert not result.reused
-    assert files_of(tmp_path / "again") == {name: digest for name, digest in files_of(prepared).items() if not name.endswith(".mds")}
+    assert files_of(tmp_path / "again") == {
+        name: digest for name, digest in files_of(prepared).items() if not name.endswith(".mds")
+    }
 
 
 def test_a_second_call_returns_at_once_and_other_settings_are_refused(
@@ -124,9 +128,7 @@ def test_odd_documents_everywhere(prepare_texts: Callable[..., Path], tokenizer_
     assert [tokenizer.decode(stream[begin + 1 : end]) for begin, end in zip(begins, begins[1:])] == kept[:-1]
 
 
-def test_user_mistakes(
-    records: Path, tokenizer_path: Path, tmp_path: Path, prepare_texts: Callable[..., Path]
-) -> None:
+def test_user_mistakes(records: Path, tokenizer_path: Path, tmp_path: Path, prepare_texts: Callable[..., Path]) -> None:
     with pytest.raises(DataError, match=r"train records give \d+ tokens, but one sample takes 17"):
         prepare_texts(["a"])
     with pytest.raises(DataError, match=r"2 of 3 records in train/ cannot be used"):
@@ -170,7 +172,10 @@ except DiskFullError as error:
 def test_a_full_disk_is_one_line_and_leaves_nothing(records: Path, tokenizer_path: Path, tmp_path: Path) -> None:
     arguments = ["limit", str(records), str(tmp_path / "out"), str(tokenizer_path)]
     done = subprocess.run([sys.executable, "-c", PREPARE, *arguments], capture_output=True, text=True, check=True)
-    assert done.stdout == f"No space left while writing {tmp_path}/out: free some space, or choose another output folder.\n"
+    assert (
+        done.stdout
+        == f"No space left while writing {tmp_path}/out: free some space, or choose another output folder.\n"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -182,7 +187,9 @@ def test_no_space_is_told_from_other_faults(tmp_path: Path) -> None:
     assert not isinstance(caught.value, DiskFullError)
 
 
-def test_a_killed_run_leaves_nothing_that_looks_complete(records: Path, tokenizer_path: Path, prepared: Path, tmp_path: Path) -> None:
+def test_a_killed_run_leaves_nothing_that_looks_complete(
+    records: Path, tokenizer_path: Path, prepared: Path, tmp_path: Path
+) -> None:
     arguments = ["pause", str(records), str(tmp_path / "out"), str(tokenizer_path)]
     with subprocess.Popen(
         [sys.executable, "-c", PREPARE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -1,21 +1,20 @@
 """The Mesa operator.
 
-The float64 reference is checked against the regression problem of the paper, the torch implementation against the reference, against
-finite differences, and against itself where one answer must come out of two ways of asking (documents packed or alone, a sequence
-whole or in two parts, a token at a time or all at once, one batch or another).
+The float64 reference is checked against the regression problem of the paper, the torch implementation against the
+reference, against finite differences, and against itself where two ways of asking must give one answer (documents
+packed or alone, a sequence whole or in two parts, a token at a time or all at once, one batch or another).
 """
 
 from __future__ import annotations
 
 from itertools import pairwise
 
+import mesatron_kernels
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-import mesatron_kernels
 from mesatron_kernels import MesaState, mesa, mesa_step
+from torch import Tensor
 
 Named = dict[str, Tensor]
 
@@ -37,7 +36,7 @@ def make_inputs(
     sequences: int | None = None,
     seed: int = 0,
 ) -> Named:
-    """Arguments by name; keys and queries of norm 1, H and G the initial states of `sequences` (default: batch) sequences."""
+    """Arguments by name; keys and queries of norm 1; H and G are the initial states of as many sequences."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -89,7 +88,8 @@ def run(inputs: Named, cotangents: Named | None = None, **options: object) -> Na
 
 def error(actual: Tensor, expected: Tensor) -> float:
     actual, expected = actual.double(), expected.double()
-    return ((actual - expected).norm() / expected.norm().clamp_min(1e-10)).item()
+    # What is zero but for rounding, such as the gradient of a gate with nothing before it, is measured absolutely.
+    return ((actual - expected).norm() / expected.norm().clamp_min(1e-3)).item()
 
 
 def assert_close(actual: Named, expected: Named, tolerance: float) -> None:
@@ -100,7 +100,7 @@ def assert_close(actual: Named, expected: Named, tolerance: float) -> None:
 
 
 def test_reference_solves_the_papers_regression() -> None:
-    """Phi_t minimises sum_i zeta_(t,i) beta_i |v_i - Phi k_i|^2 + Tr(Phi Lambda Phi^T) (section 2): by least squares."""
+    """Phi_t minimises sum_i zeta_(t,i) beta_i |v_i - Phi k_i|^2 + Tr(Phi Lambda Phi^T) (section 2): least squares."""
     inputs = without_states(make_inputs(1, 9, heads=1))
     q, k, v, log_gamma, beta = (inputs[name][0, :, 0] for name in ("q", "k", "v", "log_gamma", "beta"))
     expected = []
@@ -334,20 +334,24 @@ def test_a_sequence_in_two_parts_equals_the_whole() -> None:
 
 
 def test_results_do_not_depend_on_the_rest_of_the_batch() -> None:
-    """A hard sequence beside easy and empty ones, at the training tolerance: the same steps and the same numbers."""
+    """A hard sequence beside an easy and an empty one, at the training tolerance: same steps, same numbers."""
     inputs = make_inputs(3, 130, key_size=32, value_size=32, dtype=torch.float32)
     inputs["k"][1] = F.normalize(inputs["k"][1, :1] + 0.02 * inputs["k"][1], dim=-1)
     inputs["log_gamma"][1] *= 0.001
+    inputs["log_gamma"][0] -= 6
+    del inputs["H"], inputs["G"]
     inputs["q"][2] = 0
     together = forward(inputs)
     cotangents = cotangents_like(together.o, together.state)
     gradients = run(inputs, cotangents)
-    assert together.steps[1].max() > 2 * together.steps[0].max()
+    assert together.steps[1].max() > together.steps[0].max() + 3
     for row in range(3):
         rows = slice(row, row + 1)
         one = {name: x if name == "lam" else x[rows] for name, x in inputs.items()}
         alone = forward(one)
         assert torch.equal(alone.steps, together.steps[rows])
+        torch.testing.assert_close(alone.residual, together.residual[rows], rtol=1e-3, atol=1e-7)
+        assert (alone.residual <= 1e-4).all()
         expected = run(one, {name: x[rows] for name, x in cotangents.items()})
         del expected["dlam"]
         actual = {name: gradients[name][rows] for name in expected}
@@ -391,30 +395,3 @@ def test_solver_report() -> None:
 def test_tolerance_zero_takes_every_step() -> None:
     out = forward(make_inputs(1, 20, key_size=16), tolerance=0.0, max_steps=5)
     assert (out.steps == 5).all()
-
-
-def test_unknown_implementation_names_the_known_ones() -> None:
-    inputs = make_inputs(1, 2)
-    with pytest.raises(ValueError, match=r"'fast'.*auto, reference, torch"):
-        forward(inputs, implementation="fast")
-    assert mesatron_kernels.resolve("auto", "cpu") in mesatron_kernels.available()
-    assert mesatron_kernels.resolve("reference", "cpu") == "reference"
-
-
-@pytest.mark.parametrize(
-    ("changes", "options", "message"),
-    [
-        ({"beta": torch.ones(2, 7, 1)}, {}, r"beta has shape \(2, 7, 1\) where q calls for \(2, 7, 2\)"),
-        ({"H": torch.ones(1, 2, 6, 6)}, {}, r"state\.H has shape \(1, 2, 6, 6\)"),
-        ({}, {"cu_seqlens": torch.tensor([0, 7])}, "batch of 1, not 2"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_refused(changes: Named, options: Named, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        forward(make_inputs(2, 7) | changes, **options)
-
-
-@pytest.mark.parametrize("bounds", [[1, 7], [0, 6], [0, 5, 4, 7]])
-def test_document_bounds_that_do_not_fit_are_refused(bounds: list[int]) -> None:
-    with pytest.raises(ValueError, match="rise from 0 to 7"):
-        forward(without_states(make_inputs(1, 7)), cu_seqlens=torch.tensor(bounds))

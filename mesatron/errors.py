@@ -10,6 +10,7 @@ class MesatronError(Exception):
     """Base of every fault that is reported in one line; `exit_code` becomes the process's exit code."""
 
     exit_code = 1
+    already_reported = False
 
 
 class ConfigError(MesatronError):

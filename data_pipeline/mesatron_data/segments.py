@@ -68,7 +68,8 @@ def _mapped(segment: Path) -> bool:
     """Whether a live process of this user uses the segment."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            if str(segment) in maps.read_text():
+            # An earlier segment of the same name that was removed ends with "(deleted)".
+            if any(line.endswith(str(segment)) for line in maps.read_text().splitlines()):
                 return True
         except OSError:
             continue  # another user's process, or one that has just ended

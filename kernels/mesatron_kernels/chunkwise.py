@@ -207,13 +207,13 @@ def _scan(sums: Tensor, log_decay: Tensor, reset: Tensor, initial: Tensor, layou
     slots = torch.cat([initial, sums], 2)[:, :, layout.slot_order].flatten(3)
     decays = torch.cat([log_decay.new_zeros(shape), log_decay], 2)[:, :, layout.slot_order]
     resets = torch.cat([reset.new_ones(shape), reset], 2)[:, :, layout.slot_order]
-    carry = torch.zeros_like(slots[:, :, :1])
-    blocks = []
+    blocks: list[Tensor] = []
     for block, decay, forgets in zip(*(x.split(SCAN_BLOCK, 2) for x in (slots, decays, resets)), strict=True):
         zeta = decay_matrix(F.pad(decay, (1, 0)), F.pad(forgets, (1, 0)), block.dtype)
-        blocks.append(torch.matmul(zeta[..., 1:, :], torch.cat([carry, block], 2)))
-        carry = blocks[-1][:, :, -1:]
-    after = torch.cat(blocks, 2).unflatten(3, initial.shape[3:])
+        states = torch.matmul(zeta[..., 1:, 1:], block)
+        blocks.append(states + zeta[..., 1:, :1] * blocks[-1][:, :, -1:] if blocks else states)
+    # Joining a single block would copy it.
+    after = (torch.cat(blocks, 2) if len(blocks) > 1 else blocks[0]).unflatten(3, initial.shape[3:])
     return after[:, :, layout.start_slots], after[:, :, layout.final_slots]
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mesatron.errors import REPORTED, ConfigError
+from mesatron.errors import REPORTED, ConfigError, MesatronError
 
 T = TypeVar("T")
 
@@ -53,6 +53,11 @@ class World:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
 
+    def raised_by_all(self, error: MesatronError) -> MesatronError:
+        """`error`, which every process raises at this point, marked so that only the first one reports it."""
+        error.already_reported = not self.is_first
+        return error
+
     def from_first(self, decide: Callable[[], T]) -> T:
         """What `decide` returns in the first process, in every process; a reported fault of it is raised in all of them."""
         outcome: list[Any] = [None, None]
@@ -65,8 +70,7 @@ class World:
             dist.broadcast_object_list(outcome, src=0)
         value, error = outcome
         if error is not None:
-            error.already_reported = not self.is_first
-            raise error
+            raise self.raised_by_all(error)
         return value
 
 

@@ -67,7 +67,7 @@ class Trainer:
     def __init__(self, config: Config, world: World, start: ResumePoint, environment: dict[str, Any]) -> None:
         self.config, self.world, self.start = config, world, start
         self.texts = {"config.yaml": dump_config(config), "environment.json": json.dumps(environment, indent=1) + "\n"}
-        self.accumulation_steps = accumulation_steps(config, world.size)
+        self.accumulation_steps = world.from_first(lambda: accumulation_steps(config, world.size))
         self.manifest: Manifest = world.from_first(lambda: open_data(config))
         self.timer = PhaseTimer(world.device)
         self.step = start.step
@@ -102,10 +102,11 @@ class Trainer:
                 if self._due(self.config.checkpoint.every_steps) or self.step == last_step:
                     self._save()
         if self.step < self.config.train.steps:
-            raise StoppedEarly(
+            stopped = StoppedEarly(
                 f"Stopped as asked after step {self.step} of {self.config.train.steps}, which is saved; "
                 "the same command without --stop-at-step goes on from there."
             )
+            raise self.world.raised_by_all(stopped)
 
     def _train_step(self) -> None:
         """One optimizer step on one global batch."""
@@ -144,10 +145,11 @@ class Trainer:
             f"step {self.step}: the gradient is not finite, so the update is skipped ({self.skipped_steps} so far)"
         )
         if self.skipped_in_a_row >= self.config.train.max_skipped_steps:
-            raise NonFiniteError(
+            diverged = NonFiniteError(
                 f"The last {self.skipped_in_a_row} gradients up to step {self.step} were not finite; "
                 "lower train.peak_lr, or raise train.max_skipped_steps to go on from the last checkpoint."
             )
+            raise self.world.raised_by_all(diverged)
 
     def _validate(self) -> None:
         """Perplexity of the current weights on held-out text, in all processes together."""

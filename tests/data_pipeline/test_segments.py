@@ -19,9 +19,24 @@ from mesatron_data.stream import TrainStream, ValidationSet
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def left_behind() -> set[str]:
-    locks = {path.name for path in Path(tempfile.gettempdir()).glob("*_filelock")}
-    return {path.name for path in SHARED_MEMORY.iterdir()} | locks
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder of its own for the lock files of this process and its children."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+def left_behind(folder: Path) -> set[str]:
+    """Names of lock files, and of segments that belong to `folder` or to nobody; other runs on this host are none of our business."""
+    names = {path.name for path in Path(tempfile.gettempdir()).glob("*_filelock")}
+    for path in SHARED_MEMORY.glob("[0-9][0-9][0-9][0-9][0-9][0-9]_*"):
+        owner = path.with_name(f"{path.name[:6]}_locals")
+        if not owner.exists() or f"{folder}/".encode() in owner.read_bytes():
+            names.add(path.name)
+    return names
 
 
 @pytest.fixture
@@ -30,14 +45,13 @@ def copy(prepared: Path, tmp_path: Path) -> Path:
 
 
 def test_an_orderly_end_leaves_nothing(copy: Path) -> None:
-    before = left_behind()
     train, validation = TrainStream(str(copy), 12, workers=2), ValidationSet(str(copy), 4)
     next(train)
     assert len(list(validation)) == len(validation)
-    assert len(left_behind() - before) >= 12
+    assert len(left_behind(copy)) >= 14  # six segments and a lock file each
     train.close()
     validation.close()
-    assert left_behind() <= before
+    assert left_behind(copy) == set()
 
 
 HOLD = """
@@ -66,30 +80,23 @@ def held(folder: Path) -> "subprocess.Popen[str]":
 
 def test_after_a_kill_the_next_start_works_and_removes_only_what_is_stale(copy: Path, tmp_path: Path) -> None:
     other = shutil.copytree(copy, tmp_path / "other", ignore=shutil.ignore_patterns("*.mds"))
-    before = left_behind()
     with held(copy) as killed, held(other) as living:
-        try:
-            # The whole session at once, as a batch system does, so that Python's own tracker cannot clean up.
-            os.killpg(killed.pid, signal.SIGKILL)
-            killed.wait()
-            stale = {
-                name
-                for name in left_behind() - before
-                if name.endswith("_locals") and str(copy).encode() in (SHARED_MEMORY / name).read_bytes()
-            }
-            assert len(stale) == 1
-            remove_stale(other / "train")
-            assert stale <= left_behind(), "another folder's segments were removed"
-            stream = TrainStream(str(copy), 12)
-            next(stream)
-            stream.close()
-            ours = {name for name in left_behind() - before if name.endswith("_locals")}
-            assert len(ours) == 1, "the living process's segments are left alone, the killed one's are gone"
-            assert str(other).encode() in (SHARED_MEMORY / ours.pop()).read_bytes()
-        finally:
-            living.communicate("")
+        # The whole session at once, as a batch system does, so that Python's own tracker cannot clean up.
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.wait()
+        stale = left_behind(copy)
+        used = left_behind(other)
+        assert len(stale & used) == 2, "the two lock files"
+        remove_stale(other / "train")
+        assert left_behind(copy) == stale, "another folder's segments, and a living process's, are left alone"
+        stream = TrainStream(str(copy), 12)
+        next(stream)
+        stream.close()
+        assert left_behind(copy) == left_behind(other) & left_behind(copy), "what the killed process left is gone"
+        assert used - left_behind(other) <= stale
+        living.communicate("")
     remove_stale(copy / "train")
-    assert left_behind() <= before
+    assert left_behind(copy) | left_behind(other) == set()
 
 
 RANK = """
@@ -145,9 +152,8 @@ TORCHRUN = {"RANK": "{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": "{rank}", "LOCAL_
 
 
 def test_two_ranks_share_the_order_of_one(copy: Path, tmp_path: Path) -> None:
-    before = left_behind()
     (first, first_validation), (second, second_validation) = two_ranks(copy, tmp_path, TORCHRUN, workers=2)
-    assert left_behind() <= before
+    assert left_behind(copy) == set()
     train, validation = TrainStream(str(copy), 12), ValidationSet(str(copy), 4)
     assert [one + two for one, two in zip(first, second, strict=True)] == [
         next(train).sample_ids.tolist() for _ in first

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +43,7 @@ def main() -> None:
         app()
     except REPORTED as error:
         if not getattr(error, "already_reported", False):
-            print(f"mesatron: {error}", file=sys.stderr)
+            print("mesatron:", *str(error).splitlines(), file=sys.stderr)
         _leave(error.exit_code)
     except KeyboardInterrupt:
         print("mesatron: interrupted; the same command goes on from the last checkpoint.", file=sys.stderr)
@@ -329,7 +330,7 @@ def evaluate_perplexity(
     _table(rows)
 
 
-def _table(rows: list[tuple[str, ...]]) -> None:
+def _table(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -9,7 +9,10 @@ from pathlib import Path
 
 from mesatron_data.errors import DataError, DiskFullError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+def disk_full(error: BaseException) -> bool:
+    """Whether an error says that there is no space left: full disk, quota used up, or file size limit reached."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -18,7 +21,7 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in FULL:
+        if disk_full(error):
             raise DiskFullError(
                 f"No space left while writing {folder}: free some space, or choose another output folder."
             ) from error

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 
-from mesatron_data.errors import DataError
+from mesatron_data.errors import DataError, DiskFullError
+from mesatron_data.files import disk_full
 from mesatron_data.manifest import load_manifest
 from mesatron_data.mosaic import streaming
 from mesatron_data.pack import Sample
 from mesatron_data.records import SPLITS
-from mesatron_data.segments import release, remove_stale
+from mesatron_data.segments import hold, release, remove_stale
 from mesatron_data.shards import shard_files
 
 HASH = "xxh64"
@@ -71,9 +72,7 @@ class SampleReader:
                 f"Cannot open {folder}/{split} ({' '.join(str(error).split())}): correct the path, or use "
                 "another cache folder."
             ) from error
-        # streaming refuses a cache folder that another run has open, unless that run's lock file exists. Sharing is safe:
-        # files are put in place by renaming and are checked before use.
-        Path(self._dataset._cache_filelock_path).touch()
+        self._in_use = hold(self._dataset)
         self.samples_per_shard = self._dataset.samples_per_shard
         self.samples = self._dataset.num_samples
         self._checked: set[int] = set()
@@ -89,7 +88,7 @@ class SampleReader:
 
     def close(self) -> None:
         """Free the shared memory."""
-        release(self._dataset)
+        release(self._dataset, self._in_use)
 
     def _check(self, shard: int) -> None:
         """Fetch and unpack a shard; if that fails, once more from the start, alone on this host."""
@@ -107,6 +106,11 @@ class SampleReader:
             self._fetch(shard)
         except FAULTS as error:
             packed, _ = self._paths(shard)
+            if disk_full(error):
+                raise DiskFullError(
+                    f"No space left to unpack shard {packed.name} into {self._local}: free some, or use "
+                    "another cache folder."
+                ) from error
             if packed.exists():
                 expected = self._shards[shard]["zip_data"]["hashes"][HASH]
                 _check_hash(packed, expected, "restore the shard or prepare the data again")
@@ -118,7 +122,7 @@ class SampleReader:
             os.close(folder)
 
     def _fetch(self, shard: int) -> None:
-        """Fetch and unpack a shard and check the unpacked file too (streaming checks the packed one only)."""
+        """Fetch and unpack a shard and check the unpacked file too (streaming checks only the packed one)."""
         try:
             self._dataset.prepare_shard(shard)
             _check_hash(self._paths(shard)[1], self._shards[shard]["raw_data"]["hashes"][HASH], "remove it")

@@ -206,8 +206,9 @@ def _work_folder(output: Path) -> Iterator[Path]:
             for leftover in work.iterdir():
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
             yield work
-        finally:
+        except BaseException:
             shutil.rmtree(work, ignore_errors=True)
+            raise
     finally:
         os.close(lock)
 

@@ -20,7 +20,7 @@ import sentencepiece
 
 from mesatron_data.errors import DataError
 from mesatron_data.files import sha256, write_atomically, writing
-from mesatron_data.records import Counts, check_skipped, list_files, read_documents
+from mesatron_data.records import LONE_SURROGATE, Counts, check_skipped, list_files, read_documents
 
 MODEL_FILE = "tokenizer.model"
 INFO_FILE = "tokenizer.json"
@@ -95,12 +95,17 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, without BOS. Control symbols written in the text are encoded as plain
-        characters."""
+        """Return the ids of any text, without BOS. Control symbols written in the text are encoded as plain characters.
+
+        Raises DataError for half a surrogate pair, which is no character (a command line argument can hold one).
+        """
+        surrogate = LONE_SURROGATE.search(text)
+        if surrogate:
+            raise DataError(f"The text has half a surrogate pair at character {surrogate.start()}: remove it.")
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Return the ids of each text, without BOS."""
+        """Return the ids of each text, without BOS; the texts hold no half surrogate pairs, as records never do."""
         encoded: list[list[int]] = self._processor.encode(texts, num_threads=1)
         if self._space_mark_ids is not None:
             for index, text in enumerate(texts):

@@ -23,6 +23,8 @@ def _problems(config: Config):
             f"model.heads x model.head_dim must equal model.width, but {model.heads} x {model.head_dim} = "
             f"{model.heads * model.head_dim}, not {model.width}."
         )
+    if model.mlp_width == 0:
+        yield f"model.mlp_ratio x model.width must be at least 1, but {model.mlp_ratio} x {model.width} rounds to 0."
     if train.global_batch_size % train.micro_batch_size:
         yield (
             f"train.global_batch_size must be a multiple of train.micro_batch_size, but {train.global_batch_size} = "

@@ -21,7 +21,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
+            key = str(key_node.value)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key '{key}' stands twice", key_node.start_mark)
             seen.add(key)
@@ -80,7 +80,7 @@ def _read(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"Cannot read the config {path}: {reason}; check the path.") from None
     try:
         values = yaml.load(text, _UniqueKeyLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no keys; a config is a mapping of sections, see configs/quickstart.yaml.")
@@ -105,8 +105,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     if not separator or not key:
         raise ConfigError(f"Override '{override}' is not of the form section.key=value, such as train.peak_lr=3e-3.")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = yaml.load(text, _UniqueKeyLoader)
+    except (yaml.YAMLError, ValueError):
         raise ConfigError(f"Override '{override}': the value is not valid YAML; put quotes around it.") from None
     section = values
     *parents, last = key.split(".")
@@ -115,6 +115,10 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(section, dict):
             raise ConfigError(f"Override '{override}': '{parent}' is a value, not a section.")
     section[last] = value
+
+
+# Where pydantic's own words name Python classes.
+_MESSAGES = {"model_type": "should be a section of keys", "path_type": "should be a path"}
 
 
 def _first_error(error: ValidationError) -> str:
@@ -126,7 +130,7 @@ def _first_error(error: ValidationError) -> str:
         return f"unknown key '{location}'; {_suggestion(detail['loc'])}"
     if detail["type"] == "missing":
         return f"key '{location}' is missing; set it in the file or as an override."
-    message = detail["msg"][0].lower() + detail["msg"][1:]
+    message = _MESSAGES.get(detail["type"]) or detail["msg"][0].lower() + detail["msg"][1:]
     return f"'{location}' is {detail['input']!r}, but {message.removeprefix('input ')}."
 
 
@@ -135,13 +139,14 @@ def _suggestion(location: tuple[str | int, ...]) -> str:
     section: type[BaseModel] = Config
     for parent in parents:
         section = section.model_fields[parent].annotation  # type: ignore[assignment]
-    near = difflib.get_close_matches(wrong, section.model_fields, n=1, cutoff=0.5)
-    if near:
-        return f"did you mean '{'.'.join([*parents, near[0]])}'?"
+    here = {name: ".".join([*parents, name]) for name in section.model_fields}
+    if not parents:
+        here["base"] = "base"
     everywhere = {key.rpartition(".")[2]: key for key in _all_keys(Config)}
-    near = difflib.get_close_matches(wrong, everywhere, n=1, cutoff=0.7)
-    if near:
-        return f"did you mean '{everywhere[near[0]]}'?"
+    for known, likeness in ((here, 0.7), (everywhere, 0.7), (here, 0.5)):
+        near = difflib.get_close_matches(wrong, known, n=1, cutoff=likeness)
+        if near:
+            return f"did you mean '{known[near[0]]}'?"
     return f"known here: {', '.join(section.model_fields)}."
 
 

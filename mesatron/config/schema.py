@@ -6,9 +6,10 @@ Torch-free, so that a login node checks a file in well under a second.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -21,6 +22,14 @@ class Section(BaseModel):
     """A part of the config file; unknown keys are errors and values never change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
+        # Python, and so pydantic, takes true for 1; YAML takes yes and on for true.
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+            raise PydanticCustomError("truth_value", "should not be a truth value (YAML reads yes, no, on, off as such)")
+        return value
 
 
 class MixerConfig(Protocol):

@@ -31,7 +31,9 @@ def _choose(logits: Tensor, temperature: float, top_p: float, generator: torch.G
     """One token id [1] from fp32 logits [vocabulary]."""
     if temperature == 0:
         return logits.argmax()
-    probabilities, ids = (logits / temperature).softmax(-1).sort(descending=True)
-    # The first token stays whatever its probability.
+    # Relative to the likeliest and in float64, so that a temperature near 0 gives no inf - inf.
+    scaled = (logits - logits.max()).double() / temperature
+    probabilities, ids = scaled.softmax(-1).sort(descending=True)
     outside = probabilities.cumsum(-1) - probabilities >= top_p
+    outside[0] = False  # with top_p 0 the likeliest token stays
     return ids[torch.multinomial(probabilities.masked_fill(outside, 0.0), 1, generator=generator)]

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mesatron.model.parameter import make_parameter
+from mesatron.model.precision import at_least_fp32
 
 
 class TiedEmbedding(nn.Module):
@@ -41,7 +42,7 @@ class TiedEmbedding(nn.Module):
         return torch.cat(losses).view(targets.shape)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        logits = F.linear(hidden, self.weight).float()
+        logits = at_least_fp32(F.linear(hidden, self.weight))
         return self.logit_cap * torch.tanh(logits / self.logit_cap)
 
     def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mesatron.model.parameter import make_parameter
+from mesatron.model.precision import at_least_fp32
 
 
 class Linear(nn.Module):
@@ -36,4 +37,4 @@ class GateProjection(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., inputs] to fp32 logits [..., heads]."""
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.float(), self.weight.float(), self.bias.float())
+            return F.linear(*map(at_least_fp32, (x, self.weight, self.bias)))

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mesatron.model.parameter import make_parameter
+from mesatron.model.precision import at_least_fp32
 
 
 class RMSNorm(nn.Module):
@@ -21,5 +22,5 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., *shape] to the same shape."""
-        normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.epsilon)
+        normed = F.rms_norm(at_least_fp32(x), x.shape[-1:], eps=self.epsilon)
         return (normed * self.weight).to(x.dtype)

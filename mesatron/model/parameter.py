@@ -37,4 +37,4 @@ def initial_value(name: str, shape: torch.Size, info: ParameterInfo, seed: int) 
 def initialize(model: nn.Module, seed: int) -> None:
     """Fill every parameter of an unsharded `model` with its start value."""
     for name, parameter in model.named_parameters():
-        parameter.copy_(initial_value(name, parameter.shape, parameter.info, seed))  # type: ignore[arg-type]
+        parameter.copy_(initial_value(name, parameter.shape, parameter.info, seed))  # type: ignore[attr-defined]

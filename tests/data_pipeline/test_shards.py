@@ -1,7 +1,9 @@
-"""Preparing data: stored shards against the text they came from, equal input against equal bytes, and what failures leave behind."""
+"""Preparing data: stored shards against the text they came from, equal input against equal bytes, and what failures
+leave behind."""
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -49,7 +51,7 @@ def test_stored_shards_decode_to_the_documents(
     assert sum(source.bytes for source in counts.sources.values()) == sum(len(text.encode()) for text in texts[split])
     assert stream[0] == manifest.bos_id
     begins = [place for place, token in enumerate(stream) if token == manifest.bos_id]
-    documents = [tokenizer.decode(stream[begin + 1 : end]) for begin, end in zip(begins, [*begins[1:], len(stream)])]
+    documents = [tokenizer.decode(stream[begin + 1 : end]) for begin, end in itertools.pairwise([*begins, len(stream)])]
     assert documents[:-1] == texts[split][: len(documents) - 1]
     assert texts[split][len(documents) - 1].startswith(documents[-1].rstrip("\ufffd"))
     assert len(texts[split]) - len(documents) <= 1
@@ -112,7 +114,8 @@ def test_a_folder_of_something_else_is_never_touched(records: Path, tokenizer_pa
 
 
 def test_odd_documents_everywhere(prepare_texts: Callable[..., Path], tokenizer_path: Path) -> None:
-    """Empty and blank documents first, in the middle and last are counted; single characters, NUL and 1 MB lines are kept."""
+    """Empty and blank documents first, in the middle and last are counted; single characters, NUL and 1 MB lines are
+    kept."""
     kept = ["a", "nul\0nul", "x" * 1_000_000, "\u2581", "\n.", "the end " * 10]
     folder = prepare_texts(["", kept[0], " \n", *kept[1:3], "", *kept[3:], "\t"], 0.5)
     counts = load_manifest(str(folder)).splits["train"]
@@ -125,7 +128,7 @@ def test_odd_documents_everywhere(prepare_texts: Callable[..., Path], tokenizer_
     assert stream.count(1) == counts.documents == len(kept)
     begins = [place for place, token in enumerate(stream) if token == 1]
     tokenizer = Tokenizer.load(tokenizer_path)
-    assert [tokenizer.decode(stream[begin + 1 : end]) for begin, end in zip(begins, begins[1:])] == kept[:-1]
+    assert [tokenizer.decode(stream[begin + 1 : end]) for begin, end in itertools.pairwise(begins)] == kept[:-1]
 
 
 def test_user_mistakes(records: Path, tokenizer_path: Path, tmp_path: Path, prepare_texts: Callable[..., Path]) -> None:
@@ -218,3 +221,14 @@ def test_a_damaged_manifest_is_named(prepared: Path, tmp_path: Path) -> None:
         (tmp_path / "manifest.json").write_text(content)
         with pytest.raises(DataError, match=message):
             load_manifest(str(tmp_path))
+
+
+def test_reading_and_preparing_need_no_torch_to_be_imported() -> None:
+    """The command line imports these modules to answer --help."""
+    code = """if True:
+        import sys
+        from mesatron_data import inspect, manifest, pack, records, shards, tokenizer, verify
+        print({"torch", "streaming"} & set(sys.modules))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -1,6 +1,7 @@
-"""The training order: what each global batch holds, for any number of ranks and readers and any interruption, against one plain run;
-batches against the stored samples; damaged data and slow storage against the error expected."""
+"""The training order: what each global batch holds, for any number of ranks and readers and any interruption, against
+one plain run; batches against the stored samples; damaged data and slow storage against the error expected."""
 
+import itertools
 import json
 import shutil
 import threading
@@ -36,6 +37,11 @@ def ids(stream: TrainStream, steps: int) -> list[list[int]]:
     return [next(stream).sample_ids.tolist() for _ in range(steps)]
 
 
+def joined(ranks: list[list[list[int]]]) -> list[list[int]]:
+    """The global batches, given each rank's sample ids of each step."""
+    return [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
+
+
 @pytest.fixture(scope="module")
 def plain(prepared: Path) -> list[list[int]]:
     """Sample ids of each step of two epochs and a bit, one rank, no interruption."""
@@ -65,12 +71,13 @@ def test_global_batches_do_not_depend_on_ranks_and_readers(
     for rank in range(world_size):
         with opened(prepared, rank=rank, world_size=world_size, workers=workers) as stream:
             ranks.append(ids(stream, len(plain)))
-    assert [sum(parts, []) for parts in zip(*ranks, strict=True)] == plain
+    assert joined(ranks) == plain
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_three_interruptions_change_nothing(prepared: Path, plain: list[list[int]], workers: int) -> None:
-    """Stops within an epoch, right before, at and after its end; each leg has another number of ranks, readers read ahead."""
+    """Stops within an epoch, right before, at and after its end; each leg has another number of ranks, readers read
+    ahead."""
     with opened(prepared) as stream:
         steps = stream.steps_per_epoch
     for stops in ([1, 3, 8], [steps - 1, steps, steps + 1], [steps, steps + 2, 2 * steps]):
@@ -88,7 +95,7 @@ def test_three_interruptions_change_nothing(prepared: Path, plain: list[list[int
             assert all(other == states[0] for other in states)
             state = json.loads(json.dumps(states[0]))
             assert (state["epoch"], state["step_in_epoch"]) == divmod(stop, steps)
-            seen += [sum(parts, []) for parts in zip(*ranks, strict=True)]
+            seen += joined(ranks)
         assert seen == plain
 
 
@@ -277,10 +284,9 @@ def test_a_cache_folder_is_shared_and_mended_and_leaves_the_data_alone(
 ) -> None:
     before = sorted(copy.rglob("*"))
     cache = tmp_path / "cache"
-    with opened(copy, cache_folder=cache) as stream:
-        with opened(copy, cache_folder=cache, workers=2) as other:
-            for expected in plain:
-                assert next(stream).sample_ids.tolist() == next(other).sample_ids.tolist() == expected
+    with opened(copy, cache_folder=cache) as stream, opened(copy, cache_folder=cache, workers=2) as other:
+        for expected in plain:
+            assert next(stream).sample_ids.tolist() == next(other).sample_ids.tolist() == expected
     flip(next(cache.rglob("shard.00000.mds")))
     with opened(copy, cache_folder=cache) as stream:
         assert ids(stream, stream.steps_per_epoch) == plain[: stream.steps_per_epoch]
@@ -317,5 +323,5 @@ def test_one_sequence_samples(prepare_texts: Callable[..., Path]) -> None:
     folder = prepare_texts(["the of and to in a is that for it as was with be by on"])
     with opened(folder, global_batch_size=1, workers=2) as stream:
         samples = stream.steps_per_epoch
-        assert sorted(sum(ids(stream, samples), [])) == list(range(samples))
+        assert sorted(itertools.chain(*ids(stream, samples))) == list(range(samples))
         assert stream.state_dict()["epoch"] == 1

@@ -86,7 +86,7 @@ def test_inspection(prepared: Path, texts: dict[str, list[str]]) -> None:
     assert inspection.manifest == manifest
     text = "".join(("|" if piece.begins else "") + piece.text for sample in inspection.samples[:1] for piece in sample)
     assert ("|" + "|".join(texts["train"])).startswith(text)
-    assert [piece.source for piece in inspection.samples[0]][0] == "RedPajamaBook"
+    assert inspection.samples[0][0].source == "RedPajamaBook"
     assert len(inspection.samples) == 5
     assert sum(share for _, share in inspection.frequent_tokens) == pytest.approx(1)
     assert len([share for _, share in inspection.frequent_tokens if share == 0]) == inspection.unused_tokens

@@ -15,6 +15,7 @@ from mesatron.model.convolution import ShortConvolution
 from mesatron.model.linear import GateProjection, Linear
 from mesatron.model.norm import RMSNorm
 from mesatron.model.parameter import make_parameter
+from mesatron.model.precision import at_least_fp32
 
 
 class MesaMixerState(NamedTuple):
@@ -41,7 +42,8 @@ class MesaMixer(nn.Module):
         self.q_convolution = ShortConvolution(inner, self.config.convolution_width)
         self.k_convolution = ShortConvolution(inner, self.config.convolution_width)
         # softplus(theta) = lambda_initial - bound
-        theta = math.log(math.expm1(self.config.lambda_initial - self.config.lambda_lower_bound))
+        above = self.config.lambda_initial - self.config.lambda_lower_bound
+        theta = above + math.log(-math.expm1(-above))
         self.theta = make_parameter(config.heads, config.head_dim, mean=theta, weight_decay=False)
         self.norm = RMSNorm((config.heads, config.head_dim), config.norm_epsilon)
         self.output = Linear(inner, config.width, gain=2.0 / config.layers)
@@ -58,11 +60,12 @@ class MesaMixer(nn.Module):
         q, q_history = self.q_convolution(self.q(x), state and state.q_history, cu_seqlens)
         k, k_history = self.k_convolution(self.k(x), state and state.k_history, cu_seqlens)
         q, k, v = (self._split_heads(z) for z in (F.silu(q), F.silu(k), self.v(x)))
-        q, k = (F.normalize(z.float(), dim=-1).to(x.dtype) for z in (q, k))
+        q, k = (F.normalize(at_least_fp32(z), dim=-1).to(x.dtype) for z in (q, k))
         log_gamma, beta, lam = self._gates(x)
         if state is not None and x.shape[1] == 1:
-            token = (z[:, 0] for z in (q, k, v, log_gamma, beta))
-            result = mesa_step(*token, lam, state.memory, **self._solver())
+            result = mesa_step(
+                q[:, 0], k[:, 0], v[:, 0], log_gamma[:, 0], beta[:, 0], lam, state.memory, **self._solver()
+            )  # fmt: skip
             o = result.o[:, None]
         else:
             result = mesa(
@@ -75,7 +78,10 @@ class MesaMixer(nn.Module):
             "gamma": log_gamma.detach().exp(), "beta": beta.detach(), "lambda": lam.detach(),
         }  # fmt: skip
         y = self.output(self.norm(o.to(x.dtype)).flatten(-2))
-        return y, MesaMixerState(result.state, q_history, k_history) if result.state else None
+        if result.state is None:
+            return y, None
+        # Copies: the views would keep a whole prompt's projections alive.
+        return y, MesaMixerState(result.state, q_history.clone(), k_history.clone())
 
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, self.head_dim))
@@ -88,7 +94,7 @@ class MesaMixer(nn.Module):
         """
         beta = torch.sigmoid(self.beta(x))
         log_gamma = F.logsigmoid(self.gamma(x)) + torch.log1p(-(1 - self.config.gamma_cap) * beta.square())
-        lam = self.config.lambda_lower_bound + F.softplus(self.theta.float())
+        lam = self.config.lambda_lower_bound + F.softplus(at_least_fp32(self.theta))
         return log_gamma, beta, lam
 
     def _solver(self) -> dict:

@@ -1,0 +1,33 @@
+# make setup | quickstart | test | lint
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: setup quickstart test lint
+
+setup: $(STAMP)
+
+# A machine whose Python already has torch (a GPU node's image) keeps it; any other gets the pinned builds.
+$(STAMP): pyproject.toml constraints.txt
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
+	  echo "Using the torch that $(PYTHON) has."; \
+	  $(PYTHON) -m venv --system-site-packages .venv; \
+	  grep -v '^torch==' constraints.txt > .venv/constraints.txt; \
+	  $(BIN)/python -c 'import torch; print("torch==" + torch.__version__)' >> .venv/constraints.txt; \
+	else \
+	  $(PYTHON) -m venv .venv; \
+	  cp constraints.txt .venv/constraints.txt; \
+	fi
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e '.[dev]'
+	@touch $@
+
+quickstart: setup
+	@PATH="$(CURDIR)/$(BIN):$$PATH" sh launchers/quickstart.sh
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: setup
+	$(BIN)/pytest -q

@@ -1,0 +1,83 @@
+"""What several parts share: a small prepared data set of real text, configs for it, and one run trained on it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from mesatron_data.shards import prepare
+from mesatron_data.tokenizer import train_tokenizer
+
+CONTEXT_LENGTH = 64
+VOCABULARY_SIZE = 512
+SAMPLE = Path(__file__).parents[1] / "data_pipeline/sample/validation/part-00000.jsonl.zst"
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with raw/ (the sample's held-out text, which serves as both splits), tokenizer/ and shards/ of it.
+
+    Shards of context length 64 with a vocabulary of 512. Tests that change files copy them first.
+    """
+    folder = tmp_path_factory.mktemp("tiny")
+    for split in ("train", "validation"):
+        (folder / "raw" / split).mkdir(parents=True)
+        (folder / "raw" / split / SAMPLE.name).write_bytes(SAMPLE.read_bytes())
+    train_tokenizer(str(folder / "raw"), folder / "tokenizer", VOCABULARY_SIZE, max_sample_bytes=100_000)
+    prepare(str(folder / "raw"), folder / "shards", folder / "tokenizer", CONTEXT_LENGTH)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_config(tiny_data: Path) -> Callable[..., Path]:
+    """`tiny_config(folder, **{"train.steps": 5})` writes folder/config.yaml, a run `tiny` on `tiny_data`, and returns it.
+
+    The model has 2 layers and an odd head size; the run takes 6 steps in fp32 and its folder is folder/runs/tiny.
+    """
+
+    def write(folder: Path, **overrides: Any) -> Path:
+        values: dict[str, Any] = {
+            "name": "tiny",
+            "runs_folder": str(folder / "runs"),
+            "model": {"vocabulary_size": VOCABULARY_SIZE, "width": 36, "layers": 2, "heads": 2, "head_dim": 18},
+            "tokenizer": {"path": str(tiny_data / "tokenizer")},
+            "data": {
+                "input_folder": str(tiny_data / "raw"), "folder": str(tiny_data / "shards"),
+                "context_length": CONTEXT_LENGTH, "workers": 0,
+            },
+            "train": {
+                "steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "precision": "fp32", "peak_lr": 3e-3,
+                "warmup_steps": 2,
+            },
+            "checkpoint": {"every_steps": 3},
+            "monitor": {"histogram_every_steps": 3},
+            "evaluate": {"every_steps": 3, "max_sequences": 16},
+        }  # fmt: skip
+        for key, value in overrides.items():
+            *parents, last = key.split(".")
+            section = values
+            for parent in parents:
+                section = section.setdefault(parent, {})
+            section[last] = value
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "config.yaml"
+        path.write_text(yaml.safe_dump(values, sort_keys=False))
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., Path]) -> Path:
+    """The folder of the run of `tiny_config`, trained to its end by the real command. Tests that change it copy it."""
+    folder = tmp_path_factory.mktemp("trained")
+    command = [sys.executable, "-m", "mesatron", "train", str(tiny_config(folder))]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "runs/tiny"

@@ -1,0 +1,79 @@
+"""Relations between fields: each violated one against the arithmetic its message must show, accumulation against the
+product it stands for, prepared data against the config."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mesatron.config import accumulation_steps, check_prepared, load_config
+from mesatron.errors import ConfigError, DataError
+from mesatron_data.manifest import load_manifest
+
+QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "arithmetic"),
+    [
+        (["model.heads=3"], "3 x 64 = 192, not 128"),
+        (["train.micro_batch_size=3"], "16 = 5 x 3 + 1"),
+        (["train.micro_batch_size=17"], "16 = 0 x 17 + 16"),
+        (["train.steps=30"], "train.warmup_steps (30) must be fewer than train.steps (30)"),
+        (["train.schedule=wsd", "train.steps=40", "train.decay_fraction=0.3"], "30 + 0.3 x 40 > 40"),
+        (["train.start_lr=5e-3"], "train.start_lr (0.005) must not exceed train.peak_lr (0.004)"),
+        (["model.mesa.lambda_initial=0.25"], "lambda_initial (0.25) must exceed model.mesa.lambda_lower_bound (0.25)"),
+        (["model.mlp_ratio=0.003"], "0.003 x 128 rounds to 0"),
+        (["data.folder=data_pipeline/sample"], "data.folder and data.input_folder are both data_pipeline/sample"),
+    ],
+)
+def test_fields_that_do_not_fit_together(overrides: list[str], arithmetic: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(QUICKSTART, overrides)
+    assert arithmetic in str(caught.value)
+    assert str(QUICKSTART) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.steps=31"],
+        ["train.schedule=wsd", "train.steps=40", "train.decay_fraction=0.25"],
+        ["train.start_lr=4e-3"],
+        ["model.mesa.lambda_lower_bound=0"],
+        ["model.mlp_ratio=0.004"],
+    ],
+)
+def test_fields_that_just_fit(overrides: list[str]) -> None:
+    load_config(QUICKSTART, overrides)
+
+
+QUICKSTART_CONFIG = load_config(QUICKSTART)
+
+
+@given(micro=st.integers(1, 64), processes=st.integers(1, 64), accumulation=st.integers(1, 64), extra=st.integers(0, 63))
+def test_accumulation_is_the_missing_factor_or_an_error(
+    micro: int, processes: int, accumulation: int, extra: int
+) -> None:
+    batch = micro * processes * accumulation + extra
+    train = QUICKSTART_CONFIG.train.model_copy(update={"global_batch_size": batch, "micro_batch_size": micro})
+    config = QUICKSTART_CONFIG.model_copy(update={"train": train})
+    if extra % (micro * processes):
+        with pytest.raises(ConfigError, match=f"{batch} is no multiple of {micro} x {processes} = {micro * processes}"):
+            accumulation_steps(config, processes)
+    else:
+        assert accumulation_steps(config, processes) * micro * processes == batch
+
+
+def test_prepared_data_must_fit(tiny_data: Path, tiny_config, tmp_path: Path) -> None:
+    manifest = load_manifest(str(tiny_data / "shards"))
+    config = load_config(tiny_config(tmp_path))
+    check_prepared(config, manifest, tiny_data / "shards")
+    for override, numbers in {
+        "data.context_length=128": "data.context_length is 128, but .*shards was prepared with 64",
+        "model.vocabulary_size=513": "model.vocabulary_size is 513, but .*shards was prepared with 512",
+    }.items():
+        config = load_config(tiny_config(tmp_path), [override])
+        with pytest.raises(DataError, match=numbers):
+            check_prepared(config, manifest, tiny_data / "shards")

@@ -102,8 +102,8 @@ def generate(
     import torch
     from mesatron_data.tokenizer import Tokenizer
 
-    from mesatron.evaluate.generation import generate
     from mesatron.evaluate.checkpoint import load_model
+    from mesatron.evaluate.generation import generate
 
     solver = {"solver_steps": solver_steps, "solver_tolerance": solver_tolerance}
     trained = load_model(path, {key: value for key, value in solver.items() if value is not None})
@@ -194,8 +194,8 @@ def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Ov
         max_sample_bytes=config.tokenizer.sample_bytes, max_skipped_fraction=config.data.max_skipped_fraction,
     )  # fmt: skip
     typer.echo(
-        f"{folder}: {trained.vocabulary_size} pieces from {trained.sample_documents:,} of {trained.documents:,} documents "
-        f"({trained.sample_bytes / 1e6:.1f} MB)."
+        f"{folder}: {trained.vocabulary_size} pieces from {trained.sample_documents:,} of {trained.documents:,} "
+        f"documents ({trained.sample_bytes / 1e6:.1f} MB)."
     )
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -22,6 +23,7 @@ def launch_local(processes: int, arguments: list[str]) -> int:
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=processes, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
         run_id=f"mesatron-{os.getpid()}", max_restarts=0, monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(os.devnull),  # else every start leaves an empty folder in the temporary one
     )  # fmt: skip
     try:
         elastic_launch(config, sys.executable)("-m", "mesatron", *arguments)

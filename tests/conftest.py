@@ -34,7 +34,7 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_config(tiny_data: Path) -> Callable[..., Path]:
-    """`tiny_config(folder, **{"train.steps": 5})` writes folder/config.yaml, a run `tiny` on `tiny_data`, and returns it.
+    """`tiny_config(folder, **{"train.steps": 5})` writes folder/config.yaml, a run on `tiny_data`, and returns it.
 
     The model has 2 layers and an odd head size; the run takes 6 steps in fp32 and its folder is folder/runs/tiny.
     """

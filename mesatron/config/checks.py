@@ -59,8 +59,8 @@ def accumulation_steps(config: Config, data_parallel_size: int) -> int:
     if train.global_batch_size % per_pass:
         raise ConfigError(
             f"train.global_batch_size must be micro_batch_size x accumulation x data-parallel size, but "
-            f"{train.global_batch_size} is no multiple of {train.micro_batch_size} x {data_parallel_size} = {per_pass}; "
-            f"change the batch sizes or the number of processes."
+            f"{train.global_batch_size} is no multiple of {train.micro_batch_size} x {data_parallel_size} = "
+            f"{per_pass}; change the batch sizes or the number of processes."
         )
     return train.global_batch_size // per_pass
 

@@ -28,7 +28,9 @@ class Section(BaseModel):
     def _refuse_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
         # Python, and so pydantic, takes true for 1; YAML takes yes and on for true.
         if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
-            raise PydanticCustomError("truth_value", "should not be a truth value (YAML reads yes, no, on, off as such)")
+            raise PydanticCustomError(
+                "truth_value", "should not be a truth value (YAML reads yes, no, on, off as such)"
+            )
         return value
 
 

@@ -9,7 +9,7 @@ from mesatron.model.parameter import make_parameter
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution y_t = sum_j w_j x_(t-j), j = 0 .. width-1, without bias; weight [channels, width]."""
+    """Causal depthwise convolution y_t = sum_j w_j x_(t-j), j = 0 .. width-1, no bias; weight [channels, width]."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()

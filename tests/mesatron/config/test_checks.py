@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mesatron_data.manifest import load_manifest
+
 from mesatron.config import accumulation_steps, check_prepared, load_config
 from mesatron.errors import ConfigError, DataError
-from mesatron_data.manifest import load_manifest
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
 
@@ -52,7 +53,9 @@ def test_fields_that_just_fit(overrides: list[str]) -> None:
 QUICKSTART_CONFIG = load_config(QUICKSTART)
 
 
-@given(micro=st.integers(1, 64), processes=st.integers(1, 64), accumulation=st.integers(1, 64), extra=st.integers(0, 63))
+@given(
+    micro=st.integers(1, 64), processes=st.integers(1, 64), accumulation=st.integers(1, 64), extra=st.integers(0, 63)
+)
 def test_accumulation_is_the_missing_factor_or_an_error(
     micro: int, processes: int, accumulation: int, extra: int
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from mesatron.config import Config, changed_keys, dump_config, load_config
 from mesatron.errors import ConfigError
 
@@ -140,7 +141,9 @@ def test_mistakes_in_a_file(tmp_path: Path, text: str, expected: str) -> None:
     assert expected in message_of(with_lines(tmp_path, text)).replace(str(tmp_path), "")
 
 
-@pytest.mark.parametrize(("text", "expected"), [("", "holds no keys"), ("- a", "holds no keys"), ("a", "holds no keys")])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("", "holds no keys"), ("- a", "holds no keys"), ("a", "holds no keys")]
+)
 def test_files_that_are_no_mapping(tmp_path: Path, text: str, expected: str) -> None:
     assert expected in message_of(write(tmp_path / "config.yaml", text))
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from mesatron.config import Config, ModelConfig, load_config
 from mesatron.model.backbone import Backbone
 

@@ -1,12 +1,13 @@
-"""Start values against the paper's (sections E.1, G.2, G.5): fan-in variance of every matrix, 2/N on those that write to
-the residual stream, Lambda = 1; and that they depend on seed and name alone."""
+"""Start values against the paper's (sections E.1, G.2, G.5): fan-in variance of every matrix, 2/N on those that write
+to the residual stream, Lambda = 1; and that they depend on seed and name alone."""
 
 import pytest
 import torch
+from torch.nn import functional as F
+
 from mesatron.config import ModelConfig
 from mesatron.model.backbone import Backbone
 from mesatron.model.parameter import initialize
-from torch.nn import functional as F
 
 WIDTH, LAYERS = 192, 5
 

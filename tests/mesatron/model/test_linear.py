@@ -1,0 +1,49 @@
+"""Gate logits against float64 when weights and inputs are bf16, where bf16 arithmetic itself would lose the gate."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mesatron.model.linear import GateProjection
+
+WIDTH, LOGIT = 512, 6.9  # a gate of 0.999: a decay horizon of 1000 tokens
+
+
+def gate_and_input() -> tuple[GateProjection, Tensor]:
+    """In bf16, 64 tokens whose logits lie within 6.9 +- 0.2."""
+    generator = torch.Generator().manual_seed(0)
+    gate, x = GateProjection(WIDTH, 4), torch.randn(64, WIDTH, generator=generator)
+    with torch.no_grad():
+        gate.weight.copy_(0.2 * WIDTH**-0.5 * torch.randn(4, WIDTH, generator=generator).clamp(-1, 1))
+        gate.bias.fill_(LOGIT)
+    return gate.bfloat16(), x.bfloat16()
+
+
+def forgotten(logits: Tensor) -> Tensor:
+    """1 - sigmoid, without its own rounding."""
+    return torch.sigmoid(-logits.double())
+
+
+def test_bf16_weights_keep_the_horizon() -> None:
+    gate, x = gate_and_input()
+    exact = forgotten(x.double() @ gate.weight.double().T + gate.bias.double())
+    logits = gate(x)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(forgotten(logits), exact, rtol=1e-4, atol=0)
+    torch.testing.assert_close(1 - torch.sigmoid(logits).double(), exact, rtol=1e-3, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(forgotten(gate(x)), exact, rtol=1e-4, atol=0)
+    naive = F.linear(x, gate.weight, gate.bias)
+    assert (forgotten(naive) / exact - 1).abs().max() > 0.01
+    assert (torch.sigmoid(naive) == 1).any(), "bf16 has no number between 0.996 and 1"
+
+
+def test_casting_the_weights_moves_the_horizon_by_less_than_a_percent() -> None:
+    generator = torch.Generator().manual_seed(1)
+    gate = GateProjection(WIDTH, 4)
+    with torch.no_grad():
+        gate.weight.copy_(0.1 * WIDTH**-0.5 * torch.randn(4, WIDTH, generator=generator))
+        gate.bias.fill_(LOGIT)
+    x = torch.randn(64, WIDTH, generator=generator).bfloat16()
+    before = forgotten(gate(x))
+    torch.testing.assert_close(forgotten(gate.bfloat16()(x)), before, rtol=0.01, atol=0)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mesatron.errors import REPORTED, ConfigError, DataError
+from mesatron.errors import REPORTED, CheckpointError, ConfigError, DataError
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -28,6 +28,8 @@ for name, group in {
     "evaluate": evaluate_app,
 }.items():  # fmt: skip
     app.add_typer(group, name=name)
+
+INTERRUPTED = 130
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="Config file of the run.")]
 Overrides = Annotated[
@@ -45,11 +47,12 @@ def main() -> None:
         if not getattr(error, "already_reported", False):
             print("mesatron:", *str(error).splitlines(), file=sys.stderr)
         _leave(error.exit_code)
-    except KeyboardInterrupt:
-        print("mesatron: interrupted; the same command goes on from the last checkpoint.", file=sys.stderr)
-        _leave(130)
-    except BrokenPipeError:
-        _leave(141)
+    except SystemExit as end:  # how typer ends every verb, Ctrl-C too
+        if end.code != INTERRUPTED:
+            raise
+        if os.environ.get("RANK", "0") == "0":
+            print("mesatron: interrupted; training goes on from its last checkpoint.", file=sys.stderr)
+        _leave(INTERRUPTED)
 
 
 def _leave(code: int) -> None:
@@ -94,7 +97,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from so much of the probability.")] = 1.0,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     solver_steps: Annotated[int | None, typer.Option(min=1, help="Most conjugate gradient steps.")] = None,
     solver_tolerance: Annotated[float | None, typer.Option(min=0.0, help="Relative residual to stop at.")] = None,
 ) -> None:
@@ -291,12 +294,16 @@ def checkpoint_list(run_folder: Annotated[Path, typer.Argument(metavar="RUN", he
 
 @checkpoint_app.command("verify")
 def checkpoint_verify(path: RunOrCheckpoint) -> None:
-    """Check every byte of a checkpoint, or of all complete ones of a run."""
+    """Check every byte of a checkpoint, or of all of a run that were not set aside."""
+    from mesatron.checkpoint.format import STEP_FOLDER
     from mesatron.checkpoint.verify import list_checkpoints, verify
 
-    is_run = (path / "checkpoints").is_dir()
-    found = [info.path for info in list_checkpoints(path / "checkpoints") if info.status == "complete"]
-    for checkpoint in found if is_run else [path]:
+    found = [path]
+    if (path / "checkpoints").is_dir():
+        found = [info.path for info in list_checkpoints(path / "checkpoints") if STEP_FOLDER.fullmatch(info.path.name)]
+        if not found:
+            raise CheckpointError(f"{path} holds no checkpoint; train first or choose another run.")
+    for checkpoint in found:
         verify(checkpoint)
         typer.echo(f"{checkpoint} is sound.")
 

@@ -31,7 +31,9 @@ def summarize(run_folder: Path) -> Summary:
         raise ConfigError(f"{run_folder} is no run folder: it has no config.yaml; check the path.")
     config = load_config(run_folder / "config.yaml")
     path = run_folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    text = path.read_text() if path.exists() else ""
+    # A last line without its end was torn by a kill or is being written.
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     training = [line for line in lines if "train/loss" in line]
     perplexities = [float(line["validation/perplexity"]) for line in lines if "validation/perplexity" in line]
     speeds = sorted(line["train/tokens_per_second"] for line in training)

@@ -167,10 +167,9 @@ class TrainStream:
 
 
 class ValidationSet:
-    """Every validation sample once, in stored order: rank r of w reads samples r, r + w, ... Each iteration starts
-    anew.
+    """Every validation sample once, in stored order, or `max_samples` of them spread evenly over the split.
 
-    Batches hold `micro_batch_size` sequences, the last one maybe fewer, and ranks may get different numbers of
+    Rank r of w reads samples r, r + w, ... of these. Each iteration starts anew. Batches hold `micro_batch_size` sequences, the last one maybe fewer, and ranks may get different numbers of
     batches. Arguments and errors are those of TrainStream.
     """
 
@@ -188,7 +187,7 @@ class ValidationSet:
         self._reader = SampleReader(folder, "validation", cache_folder, timeout_seconds)
         self.manifest = self._reader.manifest
         samples = min(self._reader.samples, max_samples or self._reader.samples)
-        ids = list(range(rank, samples, world_size))
+        ids = [i * self._reader.samples // samples for i in range(rank, samples, world_size)]
         self._batches = [ids[begin : begin + micro_batch_size] for begin in range(0, len(ids), micro_batch_size)]
         self._workers = workers
         self._timeout_seconds = timeout_seconds

@@ -49,7 +49,8 @@ def test_any_split_of_the_batch_gives_the_same_curve(trained: Callable, wide_dat
 
 def test_every_stage_equals_a_plain_torch_loop(trained: Callable, short_data: Path, difference: Callable) -> None:
     """Loss, gradient norm before clipping, and after each of 4 steps weights and moments, at 2 processes and 3."""
-    settings = {"train.steps": 4, "train.warmup_steps": 0, "train.epsilon": 1e-6, "checkpoint.keep_last": 9}
+    # Adam turns a gradient near its epsilon, which is all rounding, into an update of any size below the learning rate.
+    settings = {"train.steps": 4, "train.warmup_steps": 0, "train.epsilon": 1e-4, "checkpoint.keep_last": 9}
     settings |= {"checkpoint.every_steps": 1, "train.clip_grad_norm": 0.5}
     losses, norms, states = None, None, None
     for stage, processes in [*((stage, 2) for stage in STAGES), (3, 3)]:

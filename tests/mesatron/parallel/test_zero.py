@@ -1,0 +1,29 @@
+"""Gates keep their precision when DeepSpeed casts every parameter to bf16.
+
+Decay horizons 1 / (1 - gamma) under bf16 and each ZeRO stage against fp32 with the same weights. That steps, norms and
+tensors are right at every stage is checked in train/test_layouts.py.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+HORIZONS = Path(__file__).with_name("horizons.py")
+
+
+def test_decay_horizons_under_bf16(tmp_path: Path, odd_config: Callable, short_data: Path, world: Callable) -> None:
+    horizons = {}
+    for precision, stage in [("fp32", 1), ("bf16", 0), ("bf16", 1), ("bf16", 3)]:
+        config = odd_config(
+            tmp_path, short_data,
+            **{"train.precision": precision, "parallel.zero_stage": stage, "train.micro_batch_size": 4, "model.mesa.gamma_cap": 1.0},
+        )  # fmt: skip
+        outcome = world(2, HORIZONS, config, tmp_path / "gamma")
+        assert outcome.exit_code == 0, outcome.errors
+        gammas = torch.load(tmp_path / "gamma")
+        horizons[precision, stage] = torch.cat([1 / (1 - gamma.double().flatten()) for gamma in gammas])
+    exact = horizons.pop(("fp32", 1))
+    assert 500 < exact.median() < 2000
+    for layout, horizon in horizons.items():
+        assert ((horizon / exact - 1).abs() < 0.03).all(), layout

@@ -1,0 +1,206 @@
+"""What goes wrong ends in one line, a documented exit code and an intact run, which the same command then continues.
+
+Most faults are brought about for real: damaged files, a locked folder, limits on files and memory. Non-finite gradients of
+one process in one step come from sabotage.py.
+"""
+
+import fcntl
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mesatron.checkpoint.verify import list_checkpoints
+
+SABOTAGE = Path(__file__).with_name("sabotage.py")
+
+
+@pytest.fixture(scope="module")
+def trained_config(tmp_path_factory: pytest.TempPathFactory, odd_config: Callable, short_data: Path) -> Path:
+    """The config of a run of 6 steps that has been stopped at step 4, with checkpoints of steps 2 and 4."""
+    config = odd_config(tmp_path_factory.mktemp("faults"), short_data, **{"checkpoint.every_steps": 2})
+    command = [sys.executable, "-m", "mesatron", "train", str(config), "--stop-at-step=4"]
+    assert subprocess.run(command, capture_output=True, timeout=120).returncode == 75
+    return config
+
+
+@pytest.fixture
+def config(trained_config: Path, tmp_path: Path) -> Path:
+    """A copy of that run for a test to spoil."""
+    folder = tmp_path / "copy"
+    shutil.copytree(trained_config.parent, folder, symlinks=True)
+    path = folder / "config.yaml"
+    path.write_text(path.read_text().replace(str(trained_config.parent / "runs"), str(folder / "runs")))
+    return path
+
+
+def flip_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "reason"),
+    [
+        (flip_byte, "weights-00000.safetensors", "the checksum of weights-00000.safetensors differs: tensor "),
+        (cut_short, "optimizer-00000.safetensors", "optimizer-00000.safetensors has "),
+        (cut_short, "manifest.json", "manifest.json is damaged"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over(
+    damage: Callable, file: str, reason: str, config: Path, train: Callable, run_of: Callable
+) -> None:
+    run = run_of(config)
+    damage(run.checkpoint(4) / file)
+    outcome = train(1, config)
+    assert outcome.exit_code == 0, outcome.errors
+    (note,) = [line for line in outcome.output.splitlines() if "Passing over" in line]
+    assert str(run.checkpoint(4)) in note
+    assert reason in note
+    assert f"continues {run.checkpoint(2)}" in outcome.output
+    assert (run.path / "checkpoints/damaged-step-00000004-attempt-0002").is_dir()
+    assert run.steps() == [2, 4, 6]
+    assert all(info.status == "complete" for info in list_checkpoints(run.path / "checkpoints", deep=True)[:1])
+    steps = [line["step"] for line in run.lines()]
+    assert steps == sorted(set(steps))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_damaged_shard_is_named_before_training(
+    processes: int, tmp_path: Path, odd_config: Callable, short_data: Path, train: Callable, run_of: Callable
+) -> None:
+    data = tmp_path / "shards"
+    shutil.copytree(short_data, data)
+    shard = sorted((data / "train").glob("*.zstd"))[-1]
+    flip_byte(shard)
+    config = odd_config(tmp_path, data)
+    outcome = train(processes, config)
+    assert outcome.exit_code == 3
+    assert len(outcome.error_lines) == 1
+    assert str(shard) in outcome.errors
+    end = run_of(config).attempts()[-1]
+    assert (end["event"], end["exit_code"]) == ("end", 3)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_skipped_step_changes_nothing_and_is_counted(
+    stage: int, tmp_path: Path, odd_config: Callable, short_data: Path, world: Callable, run_of: Callable
+) -> None:
+    """Infinite gradients of one of two processes in steps 3, 5, 6 and 7; three in a row end the run."""
+    settings = {
+        "train.steps": 9, "train.max_skipped_steps": 3, "checkpoint.every_steps": 1, "checkpoint.keep_last": 9,
+        "parallel.zero_stage": stage, "train.warmup_steps": 0,
+    }  # fmt: skip
+    config = odd_config(tmp_path, short_data, **settings)
+    run = run_of(config)
+    outcome = world(2, SABOTAGE, "inf=3,5,6,7", "train", config)
+    assert outcome.exit_code == 5, outcome.errors
+    assert outcome.error_lines == [
+        "mesatron: The last 3 gradients up to step 7 were not finite; lower train.peak_lr, or raise "
+        "train.max_skipped_steps to go on from the last checkpoint."
+    ]
+    assert run.curve("train/skipped_steps") == [0, 0, 1, 1, 2, 3]
+    skipped = [line for line in outcome.output.splitlines() if "the update is skipped" in line]
+    assert [line.split(":")[0] for line in skipped] == ["step 3", "step 5", "step 6", "step 7"]
+    assert run.checksums(3) == run.checksums(2)
+    assert run.checksums(4) != run.checksums(3)
+    assert run.checksums(6) == run.checksums(4)
+    state = json.loads((run.checkpoint(6) / "state.json").read_text())
+    assert (state["optimizer_steps"], state["skipped_steps"]) == (3, 3)
+
+
+def test_a_diverging_run_ends(tmp_path: Path, odd_config: Callable, short_data: Path, train: Callable) -> None:
+    overrides = ["train.peak_lr=1e30", "train.warmup_steps=0", "train.max_skipped_steps=2", "train.steps=30"]
+    outcome = train(2, odd_config(tmp_path, short_data), *overrides)
+    assert outcome.exit_code == 5, outcome.errors
+    assert len(outcome.error_lines) == 1
+
+
+def test_changes_that_alter_the_result_are_refused(config: Path, train: Callable, run_of: Callable) -> None:
+    for change in ("train.peak_lr=1e-3", "train.seed=1", "train.steps=8", "train.global_batch_size=4"):
+        outcome = train(1, config, change)
+        assert outcome.exit_code == 2
+        assert len(outcome.error_lines) == 1
+        assert change.split("=")[0] in outcome.errors
+        assert "--allow-changes" in outcome.errors
+    outcome = train(1, config, "model.layers=3")
+    assert outcome.exit_code == 4
+    assert "model.layers: 2 -> 3" in outcome.errors
+
+    harmless = {"monitor.log_every_steps": 2, "checkpoint.every_steps": 1, "parallel.zero_stage": 2}
+    outcome = train(2, config, *(f"{key}={value}" for key, value in harmless.items()), "--stop-at-step=5")
+    assert outcome.exit_code == 75, outcome.errors
+    for key, value in harmless.items():
+        assert any(key in line and line.endswith(f"-> {value}.") for line in outcome.output.splitlines())
+    outcome = train(1, config, "train.peak_lr=1e-3", "--allow-changes")
+    assert outcome.exit_code == 0, outcome.errors
+    assert "train.peak_lr: 0.003 -> 0.001" in outcome.output
+    assert run_of(config).curve("train/learning_rate")[-1] == pytest.approx(1e-4)
+
+
+def test_a_checkpoint_of_another_model_is_refused(config: Path, train: Callable, run_of: Callable) -> None:
+    """Even where the run's own config does not tell."""
+    (run_of(config).path / "config.yaml").unlink()
+    outcome = train(2, config, "model.layers=1")
+    assert outcome.exit_code == 4
+    assert len(outcome.error_lines) == 1
+    assert "belongs to another model: its tensor blocks.1" in outcome.errors
+
+
+def test_a_full_disk_during_a_save_leaves_the_earlier_checkpoints(
+    config: Path, train: Callable, run_of: Callable
+) -> None:
+    """Files of the second save may not grow to the size that optimizer-00000.safetensors needs."""
+    run = run_of(config)
+    before = run.checksums(4)
+    limit = (run.checkpoint(4) / "optimizer-00000.safetensors").stat().st_size // 2
+    for processes in (1, 2):
+        command = [sys.executable, "-m", "mesatron", "train", str(config), f"--processes={processes}"]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit // processes, limit // processes)),
+        )  # fmt: skip
+        assert done.returncode == 7, done.stderr
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("mesatron: No space left to write ")
+        assert run.checksums(4) == before
+        assert not list((run.path / "checkpoints").glob(".incomplete-*"))
+        assert run.attempts()[-1]["exit_code"] == 7
+    assert train(1, config).exit_code == 0
+    assert run.steps() == [2, 4, 6]
+
+
+def test_two_trainings_in_one_run_folder(config: Path, train: Callable, run_of: Callable) -> None:
+    before = run_of(config).attempts()
+    with (run_of(config).path / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for processes in (1, 2):
+            outcome = train(processes, config)
+            assert outcome.exit_code == 2
+            assert outcome.error_lines == [
+                f"mesatron: Another process trains in {run_of(config).path}; wait for it or choose another name."
+            ]
+    assert run_of(config).attempts() == before
+
+
+def test_a_step_that_does_not_fit_into_memory(
+    tmp_path: Path, odd_config: Callable, short_data: Path, world: Callable
+) -> None:
+    """Told by the rehearsal, before anything is trained."""
+    config = odd_config(tmp_path, short_data, **{"train.global_batch_size": 8192, "train.micro_batch_size": 8192})
+    outcome = world(1, SABOTAGE, f"memory={200 << 20}", "train", config)
+    assert outcome.exit_code == 6, outcome.errors
+    assert outcome.error_lines == [
+        "mesatron: A step with 8192 sequences of 19 tokens does not fit into the memory of cpu; lower "
+        "train.micro_batch_size or raise parallel.zero_stage."
+    ]

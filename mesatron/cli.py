@@ -168,8 +168,8 @@ def config_check(
         f"# parameters       {config.model.parameter_count():,}\n"
         f"# tokens per step  {config.tokens_per_step:,} = {train.global_batch_size} sequences x "
         f"{config.data.context_length} tokens\n"
-        f"# global batch     {train.global_batch_size} = {train.micro_batch_size} micro x {accumulation} accumulation x "
-        f"{world_size} processes\n"
+        f"# global batch     {train.global_batch_size} = {train.micro_batch_size} micro x {accumulation} accumulation "
+        f"x {world_size} processes\n"
         f"# steps            {train.steps:,} = {train.steps * config.tokens_per_step:,} tokens"
     )
 

@@ -43,7 +43,7 @@ class DiskFullError(MesatronError):
     exit_code = 7
 
 
-class StoppedEarly(MesatronError):  # noqa: N818
+class StoppedEarly(MesatronError):
     """The run was asked to end before its last step; its checkpoint is saved and the same command continues it."""
 
     exit_code = 75

@@ -12,7 +12,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
 def launch_local(processes: int, arguments: list[str]) -> int:
-    """Run `mesatron` with `arguments` in `processes` processes of one world; returns 0 or the first failure's exit code.
+    """Run `mesatron` with `arguments` in `processes` processes of one world; returns 0 or the first failure's code.
 
     torchrun itself answers 1 to every failure, after a page of its own words; the reason is in the worker's one line.
     """

@@ -169,8 +169,9 @@ class TrainStream:
 class ValidationSet:
     """Every validation sample once, in stored order, or `max_samples` of them spread evenly over the split.
 
-    Rank r of w reads samples r, r + w, ... of these. Each iteration starts anew. Batches hold `micro_batch_size` sequences, the last one maybe fewer, and ranks may get different numbers of
-    batches. Arguments and errors are those of TrainStream.
+    Rank r of w reads samples r, r + w, ... of these. Each iteration starts anew. Batches hold `micro_batch_size`
+    sequences, the last one maybe fewer, and ranks may get different numbers of batches. Arguments and errors are those
+    of TrainStream.
     """
 
     def __init__(

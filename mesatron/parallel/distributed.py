@@ -59,7 +59,7 @@ class World:
         return error
 
     def from_first(self, decide: Callable[[], T]) -> T:
-        """What `decide` returns in the first process, in every process; a reported fault of it is raised in all of them."""
+        """What `decide` returns in the first process, in every process; a reported fault of it is raised in all."""
         outcome: list[Any] = [None, None]
         if self.is_first:
             try:
@@ -68,9 +68,9 @@ class World:
                 outcome[1] = error
         if self.size > 1:
             dist.broadcast_object_list(outcome, src=0)
-        value, error = outcome
-        if error is not None:
-            raise self.raised_by_all(error)
+        value, fault = outcome
+        if fault is not None:
+            raise self.raised_by_all(fault)
         return value
 
 

@@ -179,8 +179,8 @@ class ZeroEngine:
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         train = self.config.train
-        decayed = [p for p in model.parameters() if p.info.weight_decay]  # type: ignore[union-attr]
-        others = [p for p in model.parameters() if not p.info.weight_decay]  # type: ignore[union-attr]
+        decayed = [p for p in model.parameters() if p.info.weight_decay]  # type: ignore[attr-defined]
+        others = [p for p in model.parameters() if not p.info.weight_decay]  # type: ignore[attr-defined]
         return torch.optim.AdamW(
             [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=train.start_lr,

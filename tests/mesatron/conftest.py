@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mesatron
 import numpy as np
 import pytest
 import torch
@@ -25,6 +24,8 @@ from mesatron_data.pack import Packer
 from mesatron_data.shards import COMPRESSION, HASHES
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+import mesatron
 
 PROGRAM = Path(mesatron.__file__).with_name("__main__.py")
 FORKED = Path(__file__).with_name("forked.py")
@@ -95,7 +96,9 @@ class RunFolder:
     def checksums(self, step: int) -> dict[str, str]:
         """SHA-256 of every weight and moment, whatever file it lies in."""
         kinds = json.loads((self.checkpoint(step) / "manifest.json").read_text())["tensors"]
-        return {f"{kind}/{name}": kinds[kind][name]["sha256"] for kind in ("weights", "optimizer") for name in kinds[kind]}
+        return {
+            f"{kind}/{name}": kinds[kind][name]["sha256"] for kind in ("weights", "optimizer") for name in kinds[kind]
+        }
 
 
 World = Callable[..., Outcome]

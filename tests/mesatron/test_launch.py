@@ -25,7 +25,9 @@ def start(config: Path, temporary: Path, *options: str) -> subprocess.Popen:
 
 
 @pytest.mark.parametrize("options", [["--processes=2"], []])
-def test_an_interrupt_ends_in_one_line(options: list[str], tmp_path: Path, odd_config: Callable, short_data: Path) -> None:
+def test_an_interrupt_ends_in_one_line(
+    options: list[str], tmp_path: Path, odd_config: Callable, short_data: Path
+) -> None:
     """Ctrl-C reaches every process of the terminal's group."""
     config = odd_config(tmp_path / "run", short_data, **{"train.steps": 10_000})
     process = start(config, tmp_path / "temporary", *options)

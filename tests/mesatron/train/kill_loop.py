@@ -59,7 +59,12 @@ class KillLoop:
         command += [f"{key}={value}" for key, value in overrides.items()] + [f"--processes={self.processes}"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1"}
         return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            start_new_session=True,
         )
 
     def finish(self, name: str) -> None:
@@ -143,7 +148,9 @@ class KillLoop:
         starts = [record for record in records if record["event"] == "start"]
         ends = {record["attempt"]: record for record in records if record["event"] == "end"}
         resumed = [record["resumed_from"] or 0 for record in starts]
-        self.check([s["attempt"] for s in starts] == list(range(1, len(starts) + 1)), "attempts are not counted in turn")
+        self.check(
+            [s["attempt"] for s in starts] == list(range(1, len(starts) + 1)), "attempts are not counted in turn"
+        )
         self.check(len(records) == 2 * len(starts) == 2 * len(ends), "an attempt has no end or two of them")
         self.check(len(starts) <= self.kills + 1, "there are more attempts than starts")
         self.check(resumed == sorted(resumed), f"an attempt went back: {resumed}")

@@ -1,9 +1,9 @@
 """Run the train verb with one thing going wrong: `python sabotage.py FAULT=VALUE train CONFIG...`.
 
-    inf=3,4     the last process's gradient is not finite in these steps
-    kill=7      the process kills itself in step 7, after its first backward pass of it
-    still=7     step 7 changes nothing, so that what is saved after it is what was restored
-    memory=N    N bytes more than at the start of the rehearsal is all the memory there is
+inf=3,4     the last process's gradient is not finite in these steps
+kill=7      the process kills itself in step 7, after its first backward pass of it
+still=7     step 7 changes nothing, so that what is saved after it is what was restored
+memory=N    N bytes more than at the start of the rehearsal is all the memory there is
 """
 
 import os

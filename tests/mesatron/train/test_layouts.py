@@ -64,7 +64,9 @@ def test_every_stage_equals_a_plain_torch_loop(trained: Callable, short_data: Pa
             found = run.tensors(step) | run.tensors(step, "optimizer")
             assert found.keys() == expected.keys()
             for name, tensor in expected.items():
-                torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-5, msg=lambda t: f"{stage} {step} {name} {t}")
+                torch.testing.assert_close(
+                    found[name], tensor, atol=1e-6, rtol=1e-5, msg=lambda t: f"{stage} {step} {name} {t}"
+                )
 
 
 def plain_loop(path: Path) -> tuple[list[float], list[float], list[dict[str, torch.Tensor]]]:

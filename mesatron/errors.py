@@ -43,6 +43,13 @@ class DiskFullError(MesatronError):
     exit_code = 7
 
 
+class PeerLostError(MesatronError):
+    """Another process of the run has ended; it, or whoever killed it, knows why, so this one keeps silent."""
+
+    exit_code = 8
+    already_reported = True
+
+
 class StoppedEarly(MesatronError):
     """The run was asked to end before its last step; its checkpoint is saved and the same command continues it."""
 

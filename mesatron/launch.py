@@ -4,30 +4,54 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from mesatron.errors import PeerLostError
+from mesatron.parallel.distributed import LAUNCHER_RUN_ID
+
+SIGNAL_BASE = 128  # a shell's exit code for a process that a signal ended
 
 
 def launch_local(processes: int, arguments: list[str]) -> int:
-    """Run `mesatron` with `arguments` in `processes` processes of one world; returns 0 or the first failure's code.
+    """Run `mesatron` with `arguments` in `processes` processes of one world; returns 0 or the exit code of the cause.
 
     torchrun itself answers 1 to every failure, after a page of its own words; the reason is in the worker's one line.
     """
     # The agent logs each worker's end with a traceback of its own; the worker has already said why.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.ERROR)
     # One thread per process unless asked for otherwise: more would contend for the same cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    # A worker that the agent ends leaves its shared memory to Python's resource tracker, which frees it with a warning.
+    filters = [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"]
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, filters))
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=processes, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
-        run_id=f"mesatron-{os.getpid()}", max_restarts=0, monitor_interval=0.1,
+        run_id=f"{LAUNCHER_RUN_ID}{os.getpid()}", max_restarts=0, monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(os.devnull),  # else every start leaves an empty folder in the temporary one
     )  # fmt: skip
     try:
         elastic_launch(config, sys.executable)("-m", "mesatron", *arguments)
     except ChildFailedError as error:
-        code = error.get_first_failure()[1].exitcode
-        return 128 - code if code < 0 else code  # as a shell tells of a signal
+        cause = min(error.failures.values(), key=_is_consequence)
+        if cause.exitcode < 0:
+            name = signal.Signals(-cause.exitcode).name
+            print(
+                f"mesatron: process {cause.local_rank} was ended by {name}; the same command goes on from the last "
+                "checkpoint.",
+                file=sys.stderr,
+            )
+            return SIGNAL_BASE - cause.exitcode
+        return cause.exitcode
+    except SignalException as interrupt:  # passed on to the workers, of which the first one has reported it
+        return SIGNAL_BASE + interrupt.sigval
     return 0
+
+
+def _is_consequence(failure: ProcessFailure) -> tuple[bool, int]:
+    """Sorts last the processes that ended because another one had, by themselves or by the agent's SIGTERM."""
+    return failure.exitcode in (PeerLostError.exit_code, -signal.SIGTERM), failure.timestamp

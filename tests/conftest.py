@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+import zstandard
 from mesatron_data.shards import prepare
 from mesatron_data.tokenizer import train_tokenizer
 
@@ -19,14 +20,16 @@ SAMPLE = Path(__file__).parents[1] / "data_pipeline/sample/validation/part-00000
 
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with raw/ (the sample's held-out text, which serves as both splits), tokenizer/ and shards/ of it.
+    """A folder with raw/ (the sample's held-out text; every fourth document is validation too), tokenizer/ and shards/.
 
     Shards of context length 64 with a vocabulary of 512. Tests that change files copy them first.
     """
     folder = tmp_path_factory.mktemp("tiny")
-    for split in ("train", "validation"):
+    with zstandard.open(SAMPLE, "rb") as file:
+        lines = file.read().splitlines(keepends=True)
+    for split, documents in {"train": lines, "validation": lines[::4]}.items():
         (folder / "raw" / split).mkdir(parents=True)
-        (folder / "raw" / split / SAMPLE.name).write_bytes(SAMPLE.read_bytes())
+        (folder / "raw" / split / "documents.jsonl").write_bytes(b"".join(documents))
     train_tokenizer(str(folder / "raw"), folder / "tokenizer", VOCABULARY_SIZE, max_sample_bytes=100_000)
     prepare(str(folder / "raw"), folder / "shards", folder / "tokenizer", CONTEXT_LENGTH)
     return folder
@@ -75,7 +78,8 @@ def tiny_config(tiny_data: Path) -> Callable[..., Path]:
 def trained_run(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., Path]) -> Path:
     """The folder of the run of `tiny_config`, trained to its end by the real command. Tests that change it copy it."""
     folder = tmp_path_factory.mktemp("trained")
-    command = [sys.executable, "-m", "mesatron", "train", str(tiny_config(folder))]
+    config = tiny_config(folder, **{"evaluate.micro_batch_size": 64})
+    command = [sys.executable, "-m", "mesatron", "train", str(config)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )

@@ -30,7 +30,7 @@ from mesatron.checkpoint import format as fmt
 from mesatron.checkpoint.files import open_durable, reporting_full_disk, sync_folder, write_file
 from mesatron.checkpoint.tensors import DTYPE_CODES, TensorSpec, write_stream
 from mesatron.checkpoint.verify import find_damage
-from mesatron.errors import CheckpointError, DiskFullError
+from mesatron.errors import CheckpointError, DiskFullError, PeerLostError
 
 
 class CheckpointWriter:
@@ -175,6 +175,6 @@ class CheckpointWriter:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
         except FileNotFoundError as error:
-            raise CheckpointError(
+            raise PeerLostError(
                 f"{error.filename} vanished while rank {self.rank} saved step {self.step}; see the other ranks' errors."
             ) from error

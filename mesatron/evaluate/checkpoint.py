@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from mesatron_data.manifest import load_manifest
 from mesatron_data.stream import ValidationSet
 from torch import Tensor
 
 from mesatron.checkpoint.reader import CheckpointReader
-from mesatron.config import Config, check_prepared
+from mesatron.config import Config, check_prepared, load_config
 from mesatron.evaluate.perplexity import Perplexity, measure
 from mesatron.model.backbone import Backbone
 from mesatron.parallel.distributed import World
@@ -33,10 +32,11 @@ class TrainedModel:
 def load_model(path: Path, mesa: dict[str, Any] | None = None) -> TrainedModel:
     """The model of a checkpoint or of a run's newest one, on the GPU if there is one; `mesa` replaces mixer settings.
 
-    In the precision of the training run's forward pass. Raises CheckpointError when there is none that verifies.
+    In the precision of the training run's forward pass. Raises CheckpointError when there is none that verifies,
+    ConfigError when its config is not one of this version.
     """
     reader = read_checkpoint(path)
-    config = Config.model_validate(yaml.safe_load(reader.text("config.yaml")))
+    config = load_config(reader.folder / "config.yaml")
     if mesa:
         config = config.model_copy(
             update={"model": config.model.model_copy(update={"mesa": config.model.mesa.model_copy(update=mesa)})}

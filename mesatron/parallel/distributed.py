@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import os
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +14,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mesatron.errors import REPORTED, ConfigError, MesatronError
+from mesatron.errors import REPORTED, ConfigError, MesatronError, PeerLostError
 
 T = TypeVar("T")
+
+LAUNCHER_RUN_ID = "mesatron-"
+"""With its process id, how `mesatron.launch` calls the worlds that it starts."""
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -104,6 +108,12 @@ def start() -> World:
     return World(rank, local_rank, size, device)
 
 
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective failed because another process has ended."""
+    from_gloo = isinstance(error, RuntimeError) and re.search(r"gloo/transport.*[Cc]onnection", str(error))
+    return bool(from_gloo) or isinstance(error, dist.DistBackendError | dist.DistNetworkError)
+
+
 def stop() -> None:
     """Leave the process group."""
     if dist.is_initialized():
@@ -111,7 +121,14 @@ def stop() -> None:
 
 
 def _end_with_parent() -> None:
-    """Ask Linux to kill this worker when the torchrun above it dies, or it would train on with nobody watching."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    """Ask Linux to kill this worker when the torchrun above it dies, or it would train on with nobody watching.
+
+    Raises PeerLostError when a launcher of ours has died before: the rendezvous would wait for it for half an hour.
+    """
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if run_id.startswith(LAUNCHER_RUN_ID) and run_id != f"{LAUNCHER_RUN_ID}{os.getppid()}":
+        raise PeerLostError("The launcher has ended.")

@@ -209,7 +209,7 @@ class ZeroEngine:
 
 
 def _quiet_deepspeed() -> None:
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of skipped steps, which the loop reports
     # It calls collectives by the names that torch 2.11 knows and 2.13 is renaming.
     warnings.filterwarnings("ignore", "`torch.distributed.*` is deprecated", FutureWarning)
     # On CPUs DeepSpeed compiles a shared-memory all-reduce at start. It needs a compiler, a process killed meanwhile

@@ -18,7 +18,7 @@ from mesatron_data.stream import TrainStream, ValidationSet
 from torch import Tensor
 
 from mesatron.config import Config, accumulation_steps, dump_config
-from mesatron.errors import REPORTED, MemoryExhaustedError, NonFiniteError, StoppedEarly
+from mesatron.errors import REPORTED, MemoryExhaustedError, NonFiniteError, PeerLostError, StoppedEarly
 from mesatron.evaluate.perplexity import measure
 from mesatron.monitor.progress import Progress, Reading
 from mesatron.monitor.writer import Monitor
@@ -53,6 +53,9 @@ def train(config: Config, stop_at_step: int | None = None, allow_changes: bool =
         reason, exit_code = str(error), error.exit_code
         raise
     except BaseException as error:
+        if distributed.is_lost_peer(error):
+            reason, exit_code = f"another process than rank {world.rank} ended", PeerLostError.exit_code
+            raise PeerLostError(reason) from error
         reason, exit_code = f"{type(error).__name__}: {error}", 130 if isinstance(error, KeyboardInterrupt) else 1
         raise
     finally:
@@ -80,7 +83,7 @@ class Trainer:
         with ExitStack() as stack:
             self.engine = ZeroEngine(self.config, self.world, self.accumulation_steps)
             origin = StartState(self.start.checkpoint, self.engine, self.config)
-            origin.restore_weights()
+            origin.initialize()
             self._rehearse()
             origin.restore(self.world)
             self.tokens_seen = origin.state.get("tokens_seen", 0)

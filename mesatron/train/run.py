@@ -65,8 +65,8 @@ class Run:
         step = latest.step if latest else 0
         if step > self.config.train.steps:
             raise ConfigError(
-                f"{checkpoints} is at step {step}, beyond train.steps = {self.config.train.steps}; raise train.steps or "
-                "start under another name."
+                f"{checkpoints} is at step {step}, beyond train.steps = {self.config.train.steps}; raise train.steps "
+                "or start under another name."
             )
         self.attempt = Attempt(self.folder / "attempts.jsonl", step or None)
         notes += [f"Attempt {number} ended without a word: it was killed." for number in self.attempt.killed]

@@ -72,9 +72,12 @@ class StartState:
         """What `save` was given; empty at a fresh start."""
         return self._reader.state if self._reader else {}
 
-    def restore_weights(self) -> None:
-        """Put the weights alone into the engine."""
-        self._engine.restore(self._tensor, KINDS[:1])
+    def initialize(self) -> None:
+        """Put the seed's start values into the weights, whatever follows.
+
+        A first step on these has finite gradients, which those of a checkpoint from a diverged run may not give.
+        """
+        self._engine.restore(self._start_value, KINDS[:1])
 
     def restore(self, world: World) -> None:
         """Put weights, moments, update count and this process's random generators in place."""
@@ -87,8 +90,11 @@ class StartState:
             torch.cuda.set_rng_state(generators["cuda"], world.device)
 
     def _tensor(self, kind: str, name: str) -> Tensor:
-        if self._reader:
-            return self._reader.tensor(*(("weights", name) if kind == "weight" else ("optimizer", f"{kind}/{name}")))
+        if not self._reader:
+            return self._start_value(kind, name)
+        return self._reader.tensor(*(("weights", name) if kind == "weight" else ("optimizer", f"{kind}/{name}")))
+
+    def _start_value(self, kind: str, name: str) -> Tensor:
         parameter = self._engine.parameters[name]
         shape = self._engine.shapes()[name]
         if kind == "weight":

@@ -1,4 +1,4 @@
-"""Real trainings for the tests of training: worlds of forked processes, the command line, and a reader of what runs leave.
+"""Real trainings for the tests of training: worlds of forked processes, and a reader of what runs leave.
 
 Importing torch and DeepSpeed takes seconds, so most worlds are forked from one server that has imported them already;
 each process then runs the same entry point under the same variables as one that torchrun starts.
@@ -6,10 +6,7 @@ each process then runs the same entry point under the same variables as one that
 
 import json
 import multiprocessing
-import os
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +33,7 @@ FORK.set_forkserver_preload(["mesatron.train.loop", "mesatron.cli", "torch.utils
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the processes of a world ended, and the text that the first one, or the command, printed."""
+    """How the processes of a world ended, and the text that the first one printed."""
 
     exit_codes: list[int]
     output: str
@@ -146,20 +143,6 @@ def train(world: World) -> World:
     return lambda size, *arguments, **settings: world(size, PROGRAM, "train", *arguments, **settings)
 
 
-@pytest.fixture
-def command() -> World:
-    """`command(*arguments)`: `python -m mesatron`, as a person starts it."""
-
-    def run(*arguments: object) -> Outcome:
-        done = subprocess.run(
-            [sys.executable, "-m", "mesatron", *map(str, arguments)], capture_output=True, text=True,
-            timeout=TIME_LIMIT_SECONDS, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        return Outcome([done.returncode], done.stdout, done.stderr)
-
-    return run
-
-
 def write_shards(folder: Path, vocabulary_size: int, context_length: int, samples: dict[str, int], seed: int) -> Path:
     """A prepared folder of random documents in which low ids are frequent, with a vocabulary of any size."""
     draw = np.random.default_rng(seed)
@@ -169,8 +152,10 @@ def write_shards(folder: Path, vocabulary_size: int, context_length: int, sample
         sources=["a", "b"], splits={}, request="",
     )  # fmt: skip
     columns = {
-        "tokens": f"ndarray:uint16:{context_length + 1}", "document_starts": "ndarray:int32", "sources": "ndarray:uint16"
-    }  # fmt: skip
+        "tokens": f"ndarray:uint16:{context_length + 1}",
+        "document_starts": "ndarray:int32",
+        "sources": "ndarray:uint16",
+    }
     folder.mkdir(parents=True)
     for split, count in samples.items():
         packer = Packer(context_length, 1, "uint16")
@@ -206,7 +191,7 @@ def short_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def odd_config(tiny_config: Callable[..., Path]) -> Callable[..., Path]:
-    """`odd_config(folder, shards, **overrides)`: a config for `shards` whose model divides by nothing; no validation."""
+    """`odd_config(folder, shards, **overrides)`: a config for `shards` whose model divides by nothing."""
 
     def write(folder: Path, shards: Path, **overrides: Any) -> Path:
         manifest = json.loads((shards / "manifest.json").read_text())

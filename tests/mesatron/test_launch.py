@@ -24,6 +24,11 @@ def start(config: Path, temporary: Path, *options: str) -> subprocess.Popen:
     )  # fmt: skip
 
 
+def segments_of(data: Path) -> list[Path]:
+    """Shared memory that belongs to the data."""
+    return [path for path in Path("/dev/shm").glob("*_locals") if str(data).encode() in path.read_bytes()]
+
+
 @pytest.mark.parametrize("options", [["--processes=2"], []])
 def test_an_interrupt_ends_in_one_line(
     options: list[str], tmp_path: Path, odd_config: Callable, short_data: Path
@@ -37,10 +42,35 @@ def test_an_interrupt_ends_in_one_line(
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert errors == "mesatron: interrupted; the same command goes on from the last checkpoint.\n"
+    assert errors == "mesatron: interrupted; training goes on from its last checkpoint.\n"
     assert psutil.wait_procs(tree, timeout=10)[1] == []
-    assert not [path for path in Path("/dev/shm").glob("*_locals") if str(short_data).encode() in path.read_bytes()]
-    assert not list((tmp_path / "temporary").iterdir())
+    assert segments_of(short_data) == list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_a_killed_worker_ends_the_run_in_one_line(tmp_path: Path, odd_config: Callable, short_data: Path) -> None:
+    config = odd_config(tmp_path / "run", short_data, **{"train.steps": 10_000})
+    process = start(config, tmp_path / "temporary", "--processes=2")
+    assert process.stdout is not None
+    assert any(line.startswith("step 2/") for line in process.stdout)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    second = next(worker for worker in workers if worker.environ().get("RANK") == "1")
+    second.kill()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert errors == "mesatron: process 1 was ended by SIGKILL; the same command goes on from the last checkpoint.\n"
+    assert psutil.wait_procs(workers, timeout=10)[1] == []
+    assert segments_of(short_data) == []
+
+
+def test_a_launcher_killed_at_once_leaves_no_worker(tmp_path: Path, odd_config: Callable, short_data: Path) -> None:
+    """Its workers are still importing torch and cannot have asked to end with it yet."""
+    process = start(odd_config(tmp_path / "run", short_data), tmp_path / "temporary", "--processes=2")
+    launcher = psutil.Process(process.pid)
+    while len(workers := launcher.children()) < 2:
+        assert process.poll() is None
+    process.kill()
+    assert psutil.wait_procs(workers, timeout=60)[1] == []
+    assert process.communicate()[1] == ""
 
 
 def test_exit_codes_pass_through(tmp_path: Path, odd_config: Callable, short_data: Path, run_of: Callable) -> None:
@@ -59,4 +89,4 @@ def test_exit_codes_pass_through(tmp_path: Path, odd_config: Callable, short_dat
         assert process.returncode == code, errors
         assert len(errors.splitlines()) == (code != 0), errors
     assert [record["exit_code"] for record in run_of(config).attempts() if record["event"] == "end"] == [75, 0]
-    assert not list(temporary.iterdir())
+    assert segments_of(short_data) == list(temporary.iterdir()) == []

@@ -11,7 +11,7 @@ from mesatron.checkpoint.reader import CheckpointReader
 from mesatron.checkpoint.tensors import TensorSpec
 from mesatron.checkpoint.verify import find_latest, list_checkpoints, verify
 from mesatron.checkpoint.writer import CheckpointWriter
-from mesatron.errors import CheckpointError, DiskFullError
+from mesatron.errors import CheckpointError, DiskFullError, PeerLostError
 
 
 def write_one(root, rank, world_size, tensors, step=5, kind="weights"):
@@ -169,7 +169,7 @@ def test_a_checkpoint_larger_than_the_disk_is_refused_before_anything_is_gathere
 def test_a_rank_whose_folder_another_rank_removed_says_so(tmp_path):
     writer = CheckpointWriter(tmp_path, 1, 1, 2, "1")
     writer.folder.rmdir()
-    with pytest.raises(CheckpointError, match="vanished while rank 1 saved step 1"):
+    with pytest.raises(PeerLostError, match="vanished while rank 1 saved step 1"):
         writer.finish()
 
 

@@ -17,13 +17,13 @@ def test_decay_horizons_under_bf16(tmp_path: Path, odd_config: Callable, short_d
     for precision, stage in [("fp32", 1), ("bf16", 0), ("bf16", 1), ("bf16", 3)]:
         config = odd_config(
             tmp_path, short_data,
-            **{"train.precision": precision, "parallel.zero_stage": stage, "train.micro_batch_size": 4, "model.mesa.gamma_cap": 1.0},
+            **{"train.precision": precision, "parallel.zero_stage": stage, "train.micro_batch_size": 4},
         )  # fmt: skip
         outcome = world(2, HORIZONS, config, tmp_path / "gamma")
         assert outcome.exit_code == 0, outcome.errors
         gammas = torch.load(tmp_path / "gamma")
         horizons[precision, stage] = torch.cat([1 / (1 - gamma.double().flatten()) for gamma in gammas])
     exact = horizons.pop(("fp32", 1))
-    assert 500 < exact.median() < 2000
+    assert exact.median() > 500
     for layout, horizon in horizons.items():
         assert ((horizon / exact - 1).abs() < 0.03).all(), layout

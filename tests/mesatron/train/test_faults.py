@@ -1,7 +1,7 @@
 """What goes wrong ends in one line, a documented exit code and an intact run, which the same command then continues.
 
-Most faults are brought about for real: damaged files, a locked folder, limits on files and memory. Non-finite gradients of
-one process in one step come from sabotage.py.
+Most faults are brought about for real: damaged files, a locked folder, limits on files and memory. Non-finite gradients
+of one process in one step come from sabotage.py.
 """
 
 import fcntl
@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -119,11 +120,21 @@ def test_a_skipped_step_changes_nothing_and_is_counted(
     assert (state["optimizer_steps"], state["skipped_steps"]) == (3, 3)
 
 
-def test_a_diverging_run_ends(tmp_path: Path, odd_config: Callable, short_data: Path, train: Callable) -> None:
-    overrides = ["train.peak_lr=1e30", "train.warmup_steps=0", "train.max_skipped_steps=2", "train.steps=30"]
-    outcome = train(2, odd_config(tmp_path, short_data), *overrides)
-    assert outcome.exit_code == 5, outcome.errors
-    assert len(outcome.error_lines) == 1
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_diverging_run_ends_and_says_so_each_time(
+    stage: int, tmp_path: Path, odd_config: Callable, short_data: Path, train: Callable
+) -> None:
+    """The second start goes on from weights that give no finite gradient."""
+    settings = {"train.peak_lr": 1e30, "train.warmup_steps": 0, "train.max_skipped_steps": 2, "train.steps": 30}
+    settings |= {"checkpoint.every_steps": 1, "parallel.zero_stage": stage}
+    config = odd_config(tmp_path, short_data, **settings)
+    for last_step in (3, 4):
+        outcome = train(2, config)
+        assert outcome.exit_code == 5, outcome.errors
+        assert outcome.error_lines == [
+            f"mesatron: The last 2 gradients up to step {last_step} were not finite; lower train.peak_lr, or raise "
+            "train.max_skipped_steps to go on from the last checkpoint."
+        ]
 
 
 def test_changes_that_alter_the_result_are_refused(config: Path, train: Callable, run_of: Callable) -> None:
@@ -145,7 +156,7 @@ def test_changes_that_alter_the_result_are_refused(config: Path, train: Callable
     outcome = train(1, config, "train.peak_lr=1e-3", "--allow-changes")
     assert outcome.exit_code == 0, outcome.errors
     assert "train.peak_lr: 0.003 -> 0.001" in outcome.output
-    assert run_of(config).curve("train/learning_rate")[-1] == pytest.approx(1e-4)
+    assert run_of(config).lines()[-1]["train/learning_rate"] == pytest.approx(1e-4)
 
 
 def test_a_checkpoint_of_another_model_is_refused(config: Path, train: Callable, run_of: Callable) -> None:
@@ -168,7 +179,7 @@ def test_a_full_disk_during_a_save_leaves_the_earlier_checkpoints(
         command = [sys.executable, "-m", "mesatron", "train", str(config), f"--processes={processes}"]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=120,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit // processes, limit // processes)),
+            preexec_fn=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit // processes, limit // processes)),
         )  # fmt: skip
         assert done.returncode == 7, done.stderr
         (line,) = done.stderr.splitlines()

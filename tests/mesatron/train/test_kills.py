@@ -1,4 +1,4 @@
-"""Kills at random moments, saves included, leave nothing behind: a short form of kill_loop.py, which says what is compared."""
+"""Kills at random moments lose nothing and leave nothing: a short form of kill_loop.py, which says what is compared."""
 
 import subprocess
 import sys

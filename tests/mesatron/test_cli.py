@@ -1,0 +1,263 @@
+"""The command line as a person meets it, in real processes: every mistake against its one line and exit code (2 config,
+3 data, 4 checkpoint), and what the verbs print against the files they speak of."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from mesatron_data.tokenizer import Tokenizer
+
+from mesatron.config import Config, load_config
+from mesatron.evaluate.checkpoint import load_model
+from mesatron.evaluate.generation import generate
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "mesatron", *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def mesatron(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    process = start(*arguments)
+    out, errors = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
+
+
+def output_of(*arguments: str | Path) -> str:
+    done = mesatron(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def mistake(code: int, *arguments: str | Path) -> str:
+    """The one line that a mistake must end in."""
+    done = mesatron(*arguments)
+    assert done.returncode == code, done.stderr
+    assert re.fullmatch(r"mesatron: [^\n]+\n", done.stderr), done.stderr
+    assert done.stdout == ""
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., Path], trained_run: Path) -> dict:
+    """Names for the paths that the cases below speak of."""
+    folder = tmp_path_factory.mktemp("places")
+    config = tiny_config(folder / "here")
+    (folder / "empty").mkdir()
+    (folder / "broken.yaml").write_text("train: {steps: 1")
+    resolved = load_config(config)
+    return {
+        "config": config, "run": trained_run, "empty": folder / "empty", "nowhere": folder / "nowhere",
+        "broken": folder / "broken.yaml", "shards": resolved.data.folder, "model": resolved.tokenizer.path,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "expected"),
+    [
+        ("config check {nowhere}", 2, "No such file or directory"),
+        ("config check {empty}", 2, "Is a directory"),
+        ("config check {broken}", 2, "not valid YAML"),
+        ("config check {config} train.peak_lrr=1", 2, "did you mean 'train.peak_lr'?"),
+        ("config check {config} train.peak_lr", 2, "is not of the form section.key=value"),
+        ("config check {config} train.x\ny=1", 2, "unknown key 'train.x y'"),
+        ("config check {config} --world-size 3", 2, "8 is no multiple of 2 x 3 = 6"),
+        ("config check {config} data.context_length=32", 3, "is 32, but {shards} was prepared with 64"),
+        ("config check {config} model.vocabulary_size=600", 3, "is 600, but {shards} was prepared with 512"),
+        ("train {nowhere}", 2, "No such file or directory"),
+        ("train {config} --processes 3", 2, "8 is no multiple of 2 x 3 = 6"),
+        ("tokenizer train {config} model.vocabulary_size=600", 3, "{model} holds another tokenizer"),
+        ("tokenizer train {config} train.seed=1", 3, "{model} holds another tokenizer"),
+        ("tokenizer train {config} tokenizer.path={empty} data.input_folder={nowhere}", 3, "No folder {nowhere}/train"),
+        ("tokenizer train {config} tokenizer.path={empty} model.vocabulary_size=20", 3, "tokenizer of 20 pieces"),
+        ("tokenizer train {config} tokenizer.path={config}", 3, "Cannot write {config}"),
+        ("data prepare {config} data.context_length=32", 3, "{shards} was prepared from other input or settings"),
+        ("data prepare {config} data.folder={nowhere} data.input_folder={empty}", 3, "No folder {empty}/train"),
+        ("data prepare {config} data.folder={nowhere} tokenizer.path={empty}", 3, "Cannot read the tokenizer"),
+        ("data verify {empty}", 3, "No manifest.json in {empty}"),
+        ("data verify {nowhere}", 3, "No manifest.json in {nowhere}"),
+        ("data inspect {config}", 3, "Cannot read {config}/manifest.json: Not a directory"),
+        ("summary {empty}", 2, "{empty} is no run folder"),
+        ("summary {nowhere}", 2, "{nowhere} is no run folder"),
+        ("summary {config}", 2, "{config} is no run folder"),
+        ("checkpoint list {empty}", 2, "{empty} is no run folder"),
+        ("checkpoint verify {empty}", 4, "{empty} is no complete checkpoint"),
+        ("checkpoint verify {nowhere}", 4, "{nowhere} is no complete checkpoint"),
+        ("checkpoint inspect {config}", 4, "There is no run or checkpoint folder {config}"),
+        ("evaluate perplexity {empty}", 4, "{empty} holds no complete checkpoint"),
+        ("evaluate perplexity {run} --data {empty}", 3, "No manifest.json in {empty}"),
+        ("generate {nowhere} --prompt a", 4, "There is no run or checkpoint folder {nowhere}"),
+    ],
+)
+def test_mistakes_end_in_one_line(places: dict, command: str, code: int, expected: str) -> None:
+    line = mistake(code, *(word.format(**places) for word in command.split(" ")))
+    assert expected.format(**places) in line
+
+
+@pytest.mark.parametrize(
+    "command", ["", "frobnicate", "train", "generate {run}", "generate {run} --prompt a --temperature nan", "summary"]
+)
+def test_wrong_usage_shows_the_usage(places: dict, command: str) -> None:
+    done = mesatron(*(word.format(**places) for word in command.split()))
+    assert done.returncode == 2
+    assert "Usage: " in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-10] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def run_copy(tmp_path: Path, trained_run: Path) -> Path:
+    return shutil.copytree(trained_run, tmp_path / "run", symlinks=True)
+
+
+def test_checkpoint_verify_passes_over_no_damage(run_copy: Path) -> None:
+    newest = run_copy / "checkpoints/step-00000006"
+    assert output_of("checkpoint", "verify", run_copy).count("is sound") == 2
+    flip_a_byte(newest / "optimizer-00000.safetensors")
+    done = mesatron("checkpoint", "verify", run_copy)
+    assert done.returncode == 4
+    assert done.stdout == f"{run_copy}/checkpoints/step-00000003 is sound.\n"
+    assert f"{newest} is damaged: the checksum of optimizer-00000.safetensors differs: tensor exp_avg" in done.stderr
+    (newest / "weights-00000.safetensors").unlink()
+    assert "weights-00000.safetensors is missing" in mesatron("checkpoint", "verify", run_copy).stderr
+    listed = output_of("checkpoint", "list", run_copy).splitlines()
+    assert [line.split()[1] for line in listed] == ["complete", "damaged"]
+    shutil.rmtree(run_copy / "checkpoints")
+    (run_copy / "checkpoints").mkdir()
+    assert "holds no checkpoint" in mistake(4, "checkpoint", "verify", run_copy)
+
+
+def test_a_checkpoint_that_does_not_fit_its_config(run_copy: Path) -> None:
+    checkpoint = run_copy / "checkpoints/step-00000006"
+    config = checkpoint / "config.yaml"
+    config.write_text(config.read_text().replace("width: 36", "width: 18").replace("head_dim: 18", "head_dim: 9"))
+    line = mistake(4, "generate", checkpoint, "--prompt", "a")
+    assert "belongs to another model: tensor embedding.weight has shape [512, 36] there and [512, 18]" in line
+
+
+def test_a_damaged_shard_is_named(tmp_path: Path, tiny_data: Path) -> None:
+    shards = shutil.copytree(tiny_data / "shards", tmp_path / "shards")
+    shard = next((shards / "train").rglob("*.mds*"))
+    flip_a_byte(shard)
+    assert str(shard) in mistake(3, "data", "verify", shards)
+
+
+def test_config_check_prints_the_resolved_config_and_its_arithmetic(places: dict) -> None:
+    text = output_of("config", "check", places["config"], "train.peak_lr=2e-3", "--world-size", "2")
+    config = Config.model_validate(yaml.safe_load(text))
+    assert config == load_config(places["config"], ["train.peak_lr=2e-3"])
+    assert f"# parameters       {config.model.parameter_count():,}\n" in text
+    assert "# tokens per step  512 = 8 sequences x 64 tokens\n" in text
+    assert "# global batch     8 = 2 micro x 2 accumulation x 2 processes\n" in text
+    assert "# steps            6 = 3,072 tokens\n" in text
+
+
+def test_what_is_there_already_is_left_alone(places: dict) -> None:
+    model = places["model"] / "tokenizer.model"
+    before = model.stat().st_mtime_ns
+    assert output_of("tokenizer", "train", places["config"]) == f"{places['model']} is there already: 512 pieces.\n"
+    assert "was there already" in output_of("data", "prepare", places["config"])
+    assert model.stat().st_mtime_ns == before
+
+
+def test_a_tokenizer_and_shards_are_made_from_text(tmp_path: Path, places: dict) -> None:
+    for split, documents in {"train": 30, "validation": 3}.items():
+        record = json.dumps({"text": "To be or not to be, that is the question. " * 9, "meta": {}})
+        (tmp_path / "raw" / split).mkdir(parents=True)
+        (tmp_path / "raw" / split / "a.jsonl").write_text(f"{record}\n" * documents)
+    own = [
+        f"tokenizer.path={tmp_path}/tokenizer",
+        f"data.folder={tmp_path}/shards",
+        f"data.input_folder={tmp_path}/raw",
+    ]
+    own += ["model.vocabulary_size=290", "data.context_length=32"]
+    assert "290 pieces from 30 of 30 documents" in output_of("tokenizer", "train", places["config"], *own)
+    assert "sequences of 32 tokens" in output_of("data", "prepare", places["config"], *own)
+    shown = output_of("data", "inspect", tmp_path / "shards", "--samples", "1")
+    assert "30 documents" in shown
+    assert shown.count("--- sequence") == 1
+    assert "that is the question" in shown
+
+
+def test_summary_is_that_of_the_metrics(run_copy: Path) -> None:
+    metrics = run_copy / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    perplexities = [line["validation/perplexity"] for line in lines if "validation/perplexity" in line]
+    speed = statistics.median_high(line["train/tokens_per_second"] for line in lines if "train/loss" in line)
+    text = output_of("summary", run_copy)
+    for expected in (
+        "steps                  6 of 6\n",
+        "tokens seen            3,072\n",
+        f"validation perplexity  {perplexities[0]:.2f} untrained, {perplexities[-1]:.2f} now\n",
+        f"tokens per second      {speed:,.0f} (median)\n",
+        f"checkpoint             {run_copy}/checkpoints/step-00000006\n",
+        f"--logdir {run_copy}/tensorboard\n",
+    ):
+        assert expected in text
+    with metrics.open("a") as file:
+        file.write('{"step": 7, "train/lo')
+    assert output_of("summary", run_copy) == text, "a line torn by a kill counts for nothing"
+    metrics.unlink()
+    shutil.rmtree(run_copy / "checkpoints")
+    fresh = output_of("summary", run_copy)
+    assert "0 of 6" in fresh
+    assert "not measured untrained, not measured now" in fresh
+
+
+def test_evaluate_and_inspect(trained_run: Path) -> None:
+    checkpoint, _, *rows = output_of("evaluate", "perplexity", trained_run).splitlines()
+    assert checkpoint == f"{trained_run}/checkpoints/step-00000006"
+    table = {row[0]: [float(figure.replace(",", "")) for figure in row[1:]] for row in map(str.split, rows)}
+    tokens, loss, perplexity = table.pop("all")
+    assert sum(row[0] for row in table.values()) == tokens
+    assert sum(row[0] * row[1] for row in table.values()) / tokens == pytest.approx(loss, abs=1e-4)
+    assert perplexity == pytest.approx(math.exp(loss), rel=1e-3)
+    assert perplexity < 800, "below the untrained model's"
+    inspected = output_of("checkpoint", "inspect", trained_run).splitlines()
+    assert inspected[0] == checkpoint
+    assert "embedding.weight  [512, 36]" in inspected
+
+
+def test_generate_prints_what_the_model_draws(trained_run: Path) -> None:
+    trained = load_model(trained_run)
+    tokenizer = Tokenizer.load(trained.config.data.folder)
+    prompt = torch.tensor([tokenizer.bos_id, *tokenizer.encode("One day")])
+    drawn = list(generate(trained.model, prompt, 40, temperature=1.0, top_p=0.9, seed=4))
+    text = tokenizer.decode(drawn[: drawn.index(tokenizer.bos_id)] if tokenizer.bos_id in drawn else drawn)
+    assert len(text) > 30
+    options = ["--max-new-tokens", "40", "--temperature", "1", "--top-p", "0.9", "--seed", "4"]
+    assert output_of("generate", trained_run, "--prompt", "One day", *options) == f"One day{text}\n"
+
+
+def test_an_interrupt_ends_in_one_line(trained_run: Path) -> None:
+    endless = start("generate", trained_run, "--prompt", "One day", "--max-new-tokens", "100000000")
+    assert endless.stdout is not None
+    endless.stdout.read(20)
+    endless.send_signal(signal.SIGINT)
+    _, errors = endless.communicate(timeout=30)
+    assert endless.returncode == 130
+    assert re.fullmatch(r"mesatron: interrupted[^\n]*\n", errors)

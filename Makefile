@@ -12,7 +12,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
 	  echo "Using the torch that $(PYTHON) has."; \
 	  $(PYTHON) -m venv --system-site-packages .venv; \
-	  grep -v '^torch==' constraints.txt > .venv/constraints.txt; \
+	  grep -vE '^(torch|triton)==' constraints.txt > .venv/constraints.txt; \
 	  $(BIN)/python -c 'import torch; print("torch==" + torch.__version__)' >> .venv/constraints.txt; \
 	else \
 	  $(PYTHON) -m venv .venv; \

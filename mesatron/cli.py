@@ -311,9 +311,10 @@ def checkpoint_verify(path: RunOrCheckpoint) -> None:
 @checkpoint_app.command("inspect")
 def checkpoint_inspect(path: RunOrCheckpoint) -> None:
     """State and tensors of a checkpoint."""
-    from mesatron.train.run import read_checkpoint
 
-    reader = read_checkpoint(path)
+    from mesatron.checkpoint.reader import open_checkpoint
+
+    reader = open_checkpoint(path)
     typer.echo(f"{reader.folder}\n{json.dumps(reader.state, indent=1)}")
     for name in sorted(reader.names("weights")):
         typer.echo(f"{name}  {list(reader.shape('weights', name))}")

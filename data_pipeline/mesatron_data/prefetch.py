@@ -14,6 +14,7 @@ from mesatron_data.errors import DataError
 
 T = TypeVar("T")
 AHEAD_PER_WORKER = 2
+CLOSE_SECONDS = 5.0
 
 
 class Prefetcher(Generic[T]):
@@ -68,12 +69,12 @@ class Prefetcher(Generic[T]):
             )
 
     def close(self) -> None:
-        """End the threads; one that is stuck in a read is left behind after the time-out and ends with the process."""
+        """End the threads; one that is stuck in a read is left behind after CLOSE_SECONDS and ends with the process."""
         with self._changed:
             self._closed = True
             self._ready.clear()
             self._changed.notify_all()
-        deadline = time.monotonic() + self._timeout_seconds
+        deadline = time.monotonic() + CLOSE_SECONDS
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mesatron_kernels import chunkwise, reference
+from mesatron_kernels.limits import LARGEST_HEAD
 from mesatron_kernels.state import MesaOutput, MesaState
 
 
@@ -66,21 +67,32 @@ def available() -> tuple[str, ...]:
     return tuple(_implementations)
 
 
-def resolve(name: str, device: torch.device | str) -> str:
-    """The implementation that `name` stands for on a device; only "auto" stands for another one.
+def resolve(name: str, device: torch.device | str, dtype: torch.dtype = torch.float32, head_size: int = 64) -> str:
+    """The implementation that `name` stands for; only "auto" stands for another one.
 
-    Raises ValueError for an unknown name.
+    "auto" is triton on a GPU, but for float64 and for heads that it does not hold, and torch elsewhere. Raises
+    ValueError for an unknown name.
     """
     if name == "auto":
-        return "torch"
+        fits = dtype != torch.float64 and head_size % 16 == 0 and head_size <= LARGEST_HEAD
+        return "triton" if torch.device(device).type == "cuda" and fits else "torch"
     if name not in _implementations:
         known = ", ".join(["auto", *_implementations])
         raise ValueError(f"Mesa implementation {name!r} is unknown; choose one of {known}.")
     return name
 
 
+def _triton_mesa(*args, **kwargs) -> MesaOutput:
+    # Imported at first use: a machine without a GPU needs no triton, whose interpreter is chosen while it is imported.
+    from mesatron_kernels import triton_chunkwise
+
+    return triton_chunkwise.mesa(*args, **kwargs)
+
+
 register("reference", Implementation(reference.mesa, reference.mesa_step))
 register("torch", Implementation(chunkwise.mesa, chunkwise.mesa_step))
+# One token is one dense solve: torch's products fill the GPU as well.
+register("triton", Implementation(_triton_mesa, chunkwise.mesa_step))
 
 
 def mesa(
@@ -141,7 +153,8 @@ def mesa(
         sequences = len(cu_seqlens) - 1
     if initial_state is not None:
         _check_state(initial_state, (sequences, h, v.shape[-1], D))
-    form = _implementations[resolve(implementation, q.device)].mesa
+    chosen = resolve(implementation, q.device, q.dtype, max(D, v.shape[-1]))
+    form = _implementations[chosen].mesa
     return form(
         q,
         k,
@@ -183,7 +196,8 @@ def mesa_step(
         {"k": (B, h, D), "v": (B, h, 0), "log_gamma": (B, h), "beta": (B, h), "lam": (h, D)},
     )
     _check_state(state, (B, h, v.shape[-1], D))
-    form = _implementations[resolve(implementation, q.device)].mesa_step
+    chosen = resolve(implementation, q.device, q.dtype, max(D, v.shape[-1]))
+    form = _implementations[chosen].mesa_step
     return form(q, k, v, log_gamma, beta, lam, state, max_steps=max_steps, tolerance=tolerance)
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from safetensors import safe_open
 
 from mesatron.checkpoint import format as fmt
 from mesatron.checkpoint.tensors import tensor_bytes
+from mesatron.checkpoint.verify import find_latest
 from mesatron.errors import CheckpointError
 
 
@@ -101,3 +103,21 @@ class CheckpointReader:
             return self._tensors[kind][name]
         except KeyError:
             raise CheckpointError(f"{self.folder} has no {kind} tensor {name}; it belongs to another model.") from None
+
+
+def open_checkpoint(path: Path) -> CheckpointReader:
+    """Open the checkpoint `path`, a checkpoint folder or a run folder (then its newest that verifies).
+
+    Newer ones that do not verify are named on standard error. Raises CheckpointError when there is none.
+    """
+    if path.name.startswith("step-") or (path / fmt.MANIFEST).exists():
+        return CheckpointReader(path)
+    if not path.is_dir():
+        raise CheckpointError(f"There is no run or checkpoint folder {path}; check the path.")
+    latest, skipped = find_latest(path / "checkpoints")
+    if latest is None:
+        found = f" ({skipped[0].path.name}: {skipped[0].reason})" if skipped else ""
+        raise CheckpointError(f"{path} holds no complete checkpoint{found}; train first or choose another run.")
+    for info in skipped:
+        print(f"mesatron: passing over {info.path}: {info.reason}.", file=sys.stderr)
+    return CheckpointReader(latest.path)

@@ -59,7 +59,7 @@ class MesaConfig(Section):
     """A token's solve stops at this residual, relative to its right-hand side; 0 always takes `solver_steps`."""
     chunk_size: PositiveInt = 64
     """Tokens per chunk of the parallel form; changes speed and rounding, not the result."""
-    implementation: Literal["auto", "reference", "torch"] = "auto"
+    implementation: Literal["auto", "reference", "torch", "triton"] = "auto"
     """Operator implementation; `auto` takes the fastest that the device runs and the start-up print names it."""
 
     def parameter_count(self, model: ModelConfig) -> int:

@@ -11,12 +11,11 @@ from mesatron_data.manifest import load_manifest
 from mesatron_data.stream import ValidationSet
 from torch import Tensor
 
-from mesatron.checkpoint.reader import CheckpointReader
+from mesatron.checkpoint.reader import CheckpointReader, open_checkpoint
 from mesatron.config import Config, check_prepared, load_config
 from mesatron.evaluate.perplexity import Perplexity, measure
 from mesatron.model.backbone import Backbone
 from mesatron.parallel.distributed import World
-from mesatron.train.run import read_checkpoint
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ def load_model(path: Path, mesa: dict[str, Any] | None = None) -> TrainedModel:
     In the precision of the training run's forward pass. Raises CheckpointError when there is none that verifies,
     ConfigError when its config is not one of this version.
     """
-    reader = read_checkpoint(path)
+    reader = open_checkpoint(path)
     config = load_config(reader.folder / "config.yaml")
     if mesa:
         config = config.model_copy(

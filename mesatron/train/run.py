@@ -11,7 +11,6 @@ from typing import Any
 
 from mesatron.checkpoint.files import replace_file
 from mesatron.checkpoint.format import set_aside
-from mesatron.checkpoint.reader import CheckpointReader
 from mesatron.checkpoint.retention import remove_leftovers
 from mesatron.checkpoint.verify import find_latest
 from mesatron.config import Config, changed_keys, dump_config, load_config
@@ -58,9 +57,10 @@ class Run:
                 f"Cannot make the run folder {self.folder}: {error.strerror}; check runs_folder."
             ) from None
         self._take()
-        notes = self._compare_config(allow_changes)
         checkpoints = self.folder / "checkpoints"
         latest, skipped = find_latest(checkpoints)
+        # Before the first checkpoint there is nothing that other settings could spoil.
+        notes = self._compare_config(latest.path, allow_changes) if latest else []
         notes += [f"Passing over {info.path}: {info.reason}." for info in skipped]
         step = latest.step if latest else 0
         if step > self.config.train.steps:
@@ -95,11 +95,8 @@ class Run:
         except BlockingIOError:
             raise ConfigError(f"Another process trains in {self.folder}; wait for it or choose another name.") from None
 
-    def _compare_config(self, allow_changes: bool) -> list[str]:
-        path = self.folder / "config.yaml"
-        if not path.exists():
-            return []
-        changes = changed_keys(load_config(path), self.config)
+    def _compare_config(self, checkpoint: Path, allow_changes: bool) -> list[str]:
+        changes = changed_keys(load_config(checkpoint / "config.yaml"), self.config)
         described = {key: f"{key}: {old} -> {new}" for key, (old, new) in changes.items()}
         serious = [text for key, text in described.items() if not key.startswith(FREE_KEYS)]
         if serious and not allow_changes:
@@ -110,19 +107,3 @@ class Run:
                 f"{self.folder} {what} ({'; '.join(serious)}); choose another name, or pass --allow-changes to go on."
             )
         return [f"Changed since the last attempt: {text}." for text in described.values()]
-
-
-def read_checkpoint(path: Path) -> CheckpointReader:
-    """Open the checkpoint `path`, a checkpoint folder or a run folder (then its newest that verifies).
-
-    Raises CheckpointError when there is none.
-    """
-    if path.name.startswith("step-") or (path / "manifest.json").exists():
-        return CheckpointReader(path)
-    if not path.is_dir():
-        raise CheckpointError(f"There is no run or checkpoint folder {path}; check the path.")
-    latest, skipped = find_latest(path / "checkpoints")
-    if latest is None:
-        found = f" ({skipped[0].path.name}: {skipped[0].reason})" if skipped else ""
-        raise CheckpointError(f"{path} holds no complete checkpoint{found}; train first or choose another run.")
-    return CheckpointReader(latest.path)

@@ -1,0 +1,171 @@
+"""The Triton kernels against the exact solve in float64 on the same rounded inputs, forward and every gradient.
+
+On a GPU as they are; elsewhere float32 through Triton's interpreter, whose 16-bit products are wrong.
+"""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
+
+from mesatron_kernels import MesaState, mesa
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="16-bit tensor cores need a GPU")
+NAMES = ("q", "k", "v", "log_gamma", "beta", "lam", "H_0", "G_0")
+# Largest norm of an error over the norm of the exact value.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+TF32X3_TOLERANCE = 2e-4
+
+
+def make_inputs(shape, *, seed=0, gate=4.0, lam=0.25, keys="silu", dtype=torch.float32, sequences=None):
+    """q, k, v, log_gamma, beta, lam of `shape` (B, T, heads, D, E), and states of `sequences` if given."""
+    B, T, heads, D, E = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size):
+        return torch.randn(*size, generator=generator)
+
+    q, k = (F.normalize(F.silu(normal(B, T, heads, D)), dim=-1) for _ in range(2))
+    if keys == "identical":
+        k = F.normalize(normal(1, 1, heads, D), dim=-1).expand(B, T, heads, D)
+    if keys == "slow":
+        k = F.normalize(normal(B, 1, heads, D) + 0.1 * normal(B, T, heads, D).cumsum(1), dim=-1)
+    gates = normal(B, T, heads)
+    log_gamma = torch.full_like(gates, gate) if gate <= 0 else F.logsigmoid(gates + gate)
+    rest = [log_gamma, torch.sigmoid(normal(B, T, heads)), lam + torch.rand(heads, D, generator=generator)]
+    if sequences:
+        root = normal(sequences, heads, D, D)
+        rest += [root @ root.mT / D, normal(sequences, heads, E, D)]
+    half = [x.to(DEVICE, dtype) for x in (q, k, normal(B, T, heads, E))]
+    return half + [x.to(DEVICE) for x in rest]
+
+
+def run(implementation, inputs, cotangents, cu_seqlens, **solver):
+    """o, both final states and every gradient, by name, in float64."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    state = MesaState(*leaves[6:]) if len(leaves) > 6 else None
+    options = {"initial_state": state, "cu_seqlens": cu_seqlens, "implementation": implementation} | solver
+    result = mesa(*leaves[:6], **options)
+    outputs = [result.o, result.state.H, result.state.G]
+    gradients = torch.autograd.grad(outputs, leaves, [c.to(o) for c, o in zip(cotangents, outputs, strict=True)])
+    named = dict(zip(("o", "H", "G"), outputs, strict=True)) | {
+        f"d{n}": g for n, g in zip(NAMES, gradients, strict=False)
+    }
+    if "dH_0" in named:  # a symmetric matrix moves only along symmetric ones
+        named["dH_0"] = (named["dH_0"] + named["dH_0"].mT) / 2
+    return {name: value.detach().double() for name, value in named.items()}
+
+
+def check(inputs, *, cu=None, scale=1.0, tolerance=None, max_steps=60, residual=1e-7):
+    """Compare triton with the reference for cotangents times `scale`."""
+    q, v = inputs[0], inputs[2]
+    cu_seqlens = None if cu is None else torch.tensor(cu, device=DEVICE, dtype=torch.int32)
+    sequences = q.shape[0] if cu is None else len(cu) - 1
+    heads, D, E = q.shape[2], q.shape[3], v.shape[3]
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    shapes = (v.shape, (sequences, heads, D, D), (sequences, heads, E, D))
+    cotangents = [torch.randn(s, generator=generator, device=DEVICE).to(v.dtype) * scale for s in shapes]
+    found = run("triton", inputs, cotangents, cu_seqlens, max_steps=max_steps, tolerance=residual)
+    exact = run("reference", [x.double() for x in inputs], [c.double() for c in cotangents], cu_seqlens)
+    limit = tolerance or TOLERANCE[q.dtype]
+    if q.dtype == torch.float32 and DEVICE == "cuda":
+        limit = TF32X3_TOLERANCE
+    for name, value in exact.items():
+        error = (found[name] - value).norm() / value.norm().clamp_min(1e-300)
+        assert error <= limit, f"{name}: {error:.1e} > {limit:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 70, 2, 32, 16), {"sequences": 2}),
+        ((1, 1, 1, 16, 16), {"sequences": 1}),
+        ((1, 129, 1, 48, 80), {"gate": 0.0, "sequences": 1}),
+        ((1, 65, 2, 16, 16), {"gate": -3.0, "lam": 1.0}),
+        ((1, 100, 1, 16, 32), {"gate": -1e4}),
+        ((1, 200, 1, 16, 16), {"keys": "slow", "gate": -0.001}),
+    ],
+    ids=["states", "one token", "no forgetting, odd heads", "fast forgetting", "forgets all", "slow keys"],
+)
+def test_every_gradient_equals_the_exact_solve(shape, options):
+    check(make_inputs(shape, **options))
+
+
+def test_packed_documents_with_states():
+    """Empty, one-token and odd documents, each with a state of its own."""
+    check(make_inputs((1, 130, 1, 16, 16), sequences=6, gate=1.0), cu=[0, 3, 3, 70, 71, 129, 130])
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e4])
+def test_gradients_do_not_depend_on_the_loss_scale(scale):
+    check(make_inputs((1, 70, 1, 16, 16)), scale=scale)
+
+
+def test_zero_queries_give_zero_and_take_no_step():
+    inputs = make_inputs((1, 70, 1, 16, 16))
+    inputs[0][:, ::2] = 0
+    result = mesa(*inputs, implementation="triton")
+    assert not result.o[:, ::2].any()
+    assert not result.steps[:, ::2].any()
+    assert result.steps[:, 1::2].min() >= 1
+    assert result.residual.max() <= 1e-4
+
+
+def test_a_token_stops_by_itself():
+    """A hard neighbour in the chunk changes neither the steps nor the bits of an easy token."""
+    inputs = make_inputs((1, 64, 1, 16, 16))
+    alone = mesa(*inputs, implementation="triton")
+    zeroed = [x.clone() for x in inputs]
+    zeroed[0][:, 32:] = 0
+    fewer = mesa(*zeroed, implementation="triton")
+    assert torch.equal(alone.o[:, :32], fewer.o[:, :32])
+    assert torch.equal(alone.steps[:, :32], fewer.steps[:, :32])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: [t.double() for t in x], "no float64"),
+        (lambda x: [x[0][..., :8], x[1][..., :8], *x[2:5], x[5][..., :8]], "multiples of 16"),
+    ],
+)
+def test_what_the_kernels_do_not_hold_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        mesa(*change(make_inputs((1, 5, 1, 16, 16))), implementation="triton")
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head", [64, 128])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gate": 6.0},
+        {"gate": 0.85, "lam": 1.0},
+        {"keys": "slow", "gate": -0.001},
+        {"keys": "identical", "gate": -0.01},
+    ],
+    ids=["silu", "long memory", "short memory", "slow keys", "identical keys"],
+)
+@pytest.mark.parametrize("scale", [1e-8, 1.0])
+def test_16_bit_inputs(dtype, head, options, scale):
+    # float16 cannot hold a cotangent of 1e-8.
+    scale = scale if dtype == torch.bfloat16 else 1.0
+    check(make_inputs((2, 300, 2, head, head), dtype=dtype, **options), scale=scale, residual=1e-5, tolerance=5e-3)
+
+
+@on_gpu
+def test_many_chunks_and_documents():
+    """Deterministic, and more programs than a grid's second axis holds."""
+    inputs = make_inputs((1, 70_000, 1, 16, 16), dtype=torch.bfloat16)
+    cu_seqlens = torch.arange(70_001, device=DEVICE, dtype=torch.int32)
+    first, second = (mesa(*inputs, cu_seqlens=cu_seqlens, implementation="triton").o for _ in range(2))
+    assert torch.equal(first, second)
+    one = mesa(*(x[:, -1:] for x in inputs[:5]), inputs[5], implementation="triton").o
+    torch.testing.assert_close(first[:, -1:], one)

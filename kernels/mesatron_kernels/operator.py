@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from mesatron_kernels import chunkwise, reference
-from mesatron_kernels.limits import LARGEST_HEAD
 from mesatron_kernels.state import MesaOutput, MesaState
 
 
@@ -67,15 +66,14 @@ def available() -> tuple[str, ...]:
     return tuple(_implementations)
 
 
-def resolve(name: str, device: torch.device | str, dtype: torch.dtype = torch.float32, head_size: int = 64) -> str:
-    """The implementation that `name` stands for; only "auto" stands for another one.
+def resolve(name: str, device: torch.device | str) -> str:
+    """The implementation that `name` stands for on a device; only "auto" stands for another one.
 
-    "auto" is triton on a GPU, but for float64 and for heads that it does not hold, and torch elsewhere. Raises
-    ValueError for an unknown name.
+    "auto" is torch everywhere: triton is chosen by name until its gradients are checked at start on the GPU at hand.
+    Raises ValueError for an unknown name.
     """
     if name == "auto":
-        fits = dtype != torch.float64 and head_size % 16 == 0 and head_size <= LARGEST_HEAD
-        return "triton" if torch.device(device).type == "cuda" and fits else "torch"
+        return "torch"
     if name not in _implementations:
         known = ", ".join(["auto", *_implementations])
         raise ValueError(f"Mesa implementation {name!r} is unknown; choose one of {known}.")
@@ -153,8 +151,7 @@ def mesa(
         sequences = len(cu_seqlens) - 1
     if initial_state is not None:
         _check_state(initial_state, (sequences, h, v.shape[-1], D))
-    chosen = resolve(implementation, q.device, q.dtype, max(D, v.shape[-1]))
-    form = _implementations[chosen].mesa
+    form = _implementations[resolve(implementation, q.device)].mesa
     return form(
         q,
         k,
@@ -196,8 +193,7 @@ def mesa_step(
         {"k": (B, h, D), "v": (B, h, 0), "log_gamma": (B, h), "beta": (B, h), "lam": (h, D)},
     )
     _check_state(state, (B, h, v.shape[-1], D))
-    chosen = resolve(implementation, q.device, q.dtype, max(D, v.shape[-1]))
-    form = _implementations[chosen].mesa_step
+    form = _implementations[resolve(implementation, q.device)].mesa_step
     return form(q, k, v, log_gamma, beta, lam, state, max_steps=max_steps, tolerance=tolerance)
 
 

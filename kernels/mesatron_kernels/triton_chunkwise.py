@@ -7,17 +7,17 @@ states' cotangents from back to front, and the gradients of the inputs chunk by 
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from triton.runtime.interpreter import InterpretedFunction
 
 from mesatron_kernels import triton_kernels as kernels
-from mesatron_kernels.limits import LARGEST_HEAD
 from mesatron_kernels.state import MesaOutput, MesaState
 
+LARGEST_HEAD = 128  # channels of a head at most
 # Where the norm of H exceeds this many times the smallest Lambda, the solver takes H in two 16-bit terms: one alone
 # is off by 2^-12 of that norm.
 HARDNESS = 64.0
@@ -249,4 +249,4 @@ def _check(q: Tensor, v: Tensor) -> None:
 
 
 def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return isinstance(kernels.solve, InterpretedFunction)

@@ -60,7 +60,7 @@ class MesaConfig(Section):
     chunk_size: PositiveInt = 64
     """Tokens per chunk of the parallel form; changes speed and rounding, not the result."""
     implementation: Literal["auto", "reference", "torch", "triton"] = "auto"
-    """Operator implementation; `auto` takes the fastest that the device runs and the start-up print names it."""
+    """Operator implementation: `triton` needs a GPU and is the fastest there; `auto` is `torch`."""
 
     def parameter_count(self, model: ModelConfig) -> int:
         """q, k, v and output projections, two gates with bias, two convolutions, Lambda and the per-head norm."""

@@ -227,9 +227,7 @@ class Trainer:
     def _announce(self) -> None:
         """What this attempt does, before the first step."""
         config, train = self.config, self.config.train
-        kernel = mesatron_kernels.resolve(
-            config.model.mesa.implementation, self.world.device, head_size=config.model.head_dim
-        )
+        kernel = mesatron_kernels.resolve(config.model.mesa.implementation, self.world.device)
         where = f"continues {self.start.checkpoint}" if self.start.checkpoint else "starts from seed " + str(train.seed)
         for line in [
             f"run        {config.run_folder} ({where}; {self.start.attempt})",

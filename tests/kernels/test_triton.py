@@ -3,15 +3,9 @@
 On a GPU as they are; elsewhere float32 through Triton's interpreter, whose 16-bit products are wrong.
 """
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are first imported
-
 from mesatron_kernels import MesaState, mesa
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

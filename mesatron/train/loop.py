@@ -43,7 +43,7 @@ def train(config: Config, stop_at_step: int | None = None, allow_changes: bool =
     run = Run(config)
     reason, exit_code = "finished", 0
     try:
-        environment = describe_environment(world)
+        environment = world.from_first(lambda: describe_environment(world))
         start = world.from_first(lambda: run.open(environment, allow_changes))
         if start.step < config.train.steps:
             Trainer(config, world, start, environment).run(stop_at_step)
@@ -88,6 +88,7 @@ class Trainer:
             origin.restore(self.world)
             self.tokens_seen = origin.state.get("tokens_seen", 0)
             self.skipped_steps = origin.state.get("skipped_steps", 0)
+            self.skipped_in_a_row = origin.state.get("skipped_in_a_row", 0)
             self._open_data(origin.state)
             stack.callback(self.validation.close)
             stack.callback(self.stream.close)
@@ -173,6 +174,7 @@ class Trainer:
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "skipped_steps": self.skipped_steps,
+            "skipped_in_a_row": self.skipped_in_a_row,
             "data": self.stream.state_dict(),
             "world_size": self.world.size,
         }

@@ -12,13 +12,15 @@ $(STAMP): pyproject.toml constraints.txt
 	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
 	  echo "Using the torch that $(PYTHON) has."; \
 	  $(PYTHON) -m venv --system-site-packages .venv; \
-	  grep -vE '^(torch|triton)==' constraints.txt > .venv/constraints.txt; \
+	  grep -v '^torch==' constraints.txt > .venv/constraints.txt; \
 	  $(BIN)/python -c 'import torch; print("torch==" + torch.__version__)' >> .venv/constraints.txt; \
 	else \
 	  $(PYTHON) -m venv .venv; \
 	  cp constraints.txt .venv/constraints.txt; \
 	fi
 	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check -c .venv/constraints.txt -e '.[dev]'
+	@# CUDA builds of torch bring the triton they need; beside the CPU build it compiles and interprets kernels in tests.
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/pip install --quiet --disable-pip-version-check triton==3.6.0
 	@touch $@
 
 quickstart: setup

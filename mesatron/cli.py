@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mesatron.errors import REPORTED, CheckpointError, ConfigError, DataError
+from mesatron.errors import REPORTED, CheckpointError, ConfigError, DataError, report
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -44,8 +44,7 @@ def main() -> None:
     try:
         app()
     except REPORTED as error:
-        if not getattr(error, "already_reported", False):
-            print("mesatron:", *str(error).splitlines(), file=sys.stderr)
+        report(error)
         _leave(error.exit_code)
     except SystemExit as end:  # how typer ends every verb, Ctrl-C too
         if end.code != INTERRUPTED:
@@ -53,6 +52,9 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             print("mesatron: interrupted; training goes on from its last checkpoint.", file=sys.stderr)
         _leave(INTERRUPTED)
+    except Exception:
+        traceback.print_exc()
+        _leave(1)
 
 
 def _leave(code: int) -> None:
@@ -111,19 +113,20 @@ def generate(
     solver = {"solver_steps": solver_steps, "solver_tolerance": solver_tolerance}
     trained = load_model(path, {key: value for key, value in solver.items() if value is not None})
     tokenizer = Tokenizer.load(trained.config.data.folder)
-    ids = torch.tensor([tokenizer.bos_id, *tokenizer.encode(prompt)], device=trained.device)
-    typer.echo(prompt, nl=False)
-    produced: list[int] = []
-    shown = ""
-    for token in generate(trained.model, ids, max_new_tokens, temperature, top_p, seed):
+    trained.check_tokenizer(tokenizer.sha256, trained.config.data.folder)
+    ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+    shown = tokenizer.decode(ids)
+    typer.echo(shown, nl=False)
+    tokens = torch.tensor(ids, device=trained.device)
+    for token in generate(trained.model, tokens, max_new_tokens, temperature, top_p, seed):
         if token == tokenizer.bos_id:  # the next document would begin
             break
-        produced.append(token)
-        text = tokenizer.decode(produced)
+        ids.append(token)
+        text = tokenizer.decode(ids)
         if not text.endswith("\ufffd"):  # a character may take several byte tokens
             typer.echo(text[len(shown) :], nl=False)
             shown = text
-    typer.echo()
+    typer.echo(tokenizer.decode(ids)[len(shown) :])
 
 
 @app.command()
@@ -151,7 +154,7 @@ def summary(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run 
 def config_check(
     file: ConfigFile,
     overrides: Overrides = None,
-    world_size: Annotated[int, typer.Option(min=1, help="Processes the run will have.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Processes the run will have.")] = 1,
 ) -> None:
     """Print the resolved config, its parameter count, tokens per step and steps."""
     from mesatron_data.manifest import MANIFEST_FILE, load_manifest
@@ -159,7 +162,7 @@ def config_check(
     from mesatron.config import accumulation_steps, check_prepared, dump_config, load_config
 
     config = load_config(file, overrides or [])
-    accumulation = accumulation_steps(config, world_size)
+    accumulation = accumulation_steps(config, processes)
     if (config.data.folder / MANIFEST_FILE).exists():
         check_prepared(config, load_manifest(str(config.data.folder)), config.data.folder)
     typer.echo(dump_config(config), nl=False)
@@ -169,7 +172,7 @@ def config_check(
         f"# tokens per step  {config.tokens_per_step:,} = {train.global_batch_size} sequences x "
         f"{config.data.context_length} tokens\n"
         f"# global batch     {train.global_batch_size} = {train.micro_batch_size} micro x {accumulation} accumulation "
-        f"x {world_size} processes\n"
+        f"x {processes} processes\n"
         f"# steps            {train.steps:,} = {train.steps * config.tokens_per_step:,} tokens"
     )
 
@@ -177,15 +180,18 @@ def config_check(
 @tokenizer_app.command("train")
 def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
     """Train the SentencePiece model that the config names on its raw text."""
-    from mesatron_data.tokenizer import INFO_FILE, MODEL_FILE, train_tokenizer
+    from mesatron_data.tokenizer import INFO_FILE, MODEL_FILE, tokenizer_request, train_tokenizer
 
     from mesatron.config import load_config
 
     config = load_config(file, overrides or [])
     folder, size = config.tokenizer.path, config.model.vocabulary_size
+    if folder.is_file():
+        raise DataError(f"tokenizer.path {folder} is a tokenizer already; use it as it is, or name a folder.")
+    request = tokenizer_request(str(config.data.input_folder), size, config.train.seed, config.tokenizer.sample_bytes)
     if (folder / MODEL_FILE).exists() and not overwrite:
         info = json.loads((folder / INFO_FILE).read_text()) if (folder / INFO_FILE).exists() else {}
-        if info.get("vocabulary_size") != size or info.get("seed") != config.train.seed:
+        if info.get("request") != request:
             raise DataError(
                 f"{folder} holds another tokenizer than the config asks for; choose another tokenizer.path, or pass "
                 "--overwrite to replace it."
@@ -327,12 +333,13 @@ def evaluate_perplexity(
 ) -> None:
     """Perplexity on the whole validation split, overall and by source."""
     from mesatron.evaluate.checkpoint import evaluate_perplexity, load_model
+    from mesatron.metrics import perplexity
 
     trained = load_model(path)
     result = evaluate_perplexity(trained, data)
     rows = [("source", "tokens", "loss", "perplexity")]
     for source, loss in result.loss_by_source.items():
-        rows.append((source, f"{result.tokens_by_source[source]:,}", f"{loss:.4f}", f"{math.exp(loss):.2f}"))
+        rows.append((source, f"{result.tokens_by_source[source]:,}", f"{loss:.4f}", f"{perplexity(loss):.2f}"))
     rows.append(("all", f"{result.tokens:,}", f"{result.loss:.4f}", f"{result.perplexity:.2f}"))
     typer.echo(trained.checkpoint.folder)
     _table(rows)

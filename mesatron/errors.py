@@ -3,6 +3,8 @@
 A message is one sentence: what is wrong, where, and what to do. The command line prints it without a traceback.
 """
 
+import sys
+
 from mesatron_data.errors import DataError
 
 
@@ -11,6 +13,7 @@ class MesatronError(Exception):
 
     exit_code = 1
     already_reported = False
+    in_all_processes = False
 
 
 class ConfigError(MesatronError):
@@ -58,3 +61,9 @@ class StoppedEarly(MesatronError):
 
 REPORTED = (MesatronError, DataError)
 """Faults with an `exit_code` that are reported in one line."""
+
+
+def report(error: BaseException) -> None:
+    """Say a fault on standard error, in one line, unless it has been said."""
+    if not getattr(error, "already_reported", False):
+        print(f"mesatron: {' '.join(str(error).split())}", file=sys.stderr, flush=True)

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mesatron.errors import PeerLostError
-from mesatron.parallel.distributed import LAUNCHER_RUN_ID
+from mesatron.parallel.distributed import LAUNCHER_PID
 
 SIGNAL_BASE = 128  # a shell's exit code for a process that a signal ended
 
@@ -24,14 +24,15 @@ def launch_local(processes: int, arguments: list[str]) -> int:
     """
     # The agent logs each worker's end with a traceback of its own; the worker has already said why.
     logging.disable(logging.ERROR)
-    # One thread per process unless asked for otherwise: more would contend for the same cores.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ[LAUNCHER_PID] = str(os.getpid())
+    # The processes share the cores evenly unless asked for otherwise: more threads would contend for them.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     # A worker that the agent ends leaves its shared memory to Python's resource tracker, which frees it with a warning.
     filters = [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"]
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, filters))
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=processes, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
-        run_id=f"{LAUNCHER_RUN_ID}{os.getpid()}", max_restarts=0, monitor_interval=0.1,
+        run_id=f"mesatron-{os.getpid()}", max_restarts=0, monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(os.devnull),  # else every start leaves an empty folder in the temporary one
     )  # fmt: skip
     try:

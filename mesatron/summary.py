@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from mesatron.checkpoint.verify import find_latest
+from mesatron.checkpoint.verify import list_checkpoints
 from mesatron.config import load_config
 from mesatron.errors import ConfigError
 
@@ -37,14 +37,14 @@ def summarize(run_folder: Path) -> Summary:
     training = [line for line in lines if "train/loss" in line]
     perplexities = [float(line["validation/perplexity"]) for line in lines if "validation/perplexity" in line]
     speeds = sorted(line["train/tokens_per_second"] for line in training)
-    latest, _ = find_latest(run_folder / "checkpoints")
+    complete = [info for info in list_checkpoints(run_folder / "checkpoints") if info.status == "complete"]
     return Summary(
-        step=training[-1]["step"] if training else 0,
+        step=complete[-1].step if complete else 0,
         steps=config.train.steps,
         tokens_seen=int(training[-1]["train/tokens"]) if training else 0,
         first_perplexity=perplexities[0] if perplexities else None,
         last_perplexity=perplexities[-1] if perplexities else None,
         tokens_per_second=speeds[len(speeds) // 2] if speeds else 0.0,
-        checkpoint=latest.path if latest else None,
+        checkpoint=complete[-1].path if complete else None,
         tensorboard=run_folder / "tensorboard",
     )

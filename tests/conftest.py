@@ -18,6 +18,7 @@ if not os.path.exists("/dev/nvidiactl"):
 
 CONTEXT_LENGTH = 64
 VOCABULARY_SIZE = 512
+SAMPLE_BYTES = 100_000
 SAMPLE = Path(__file__).parents[1] / "data_pipeline/sample/validation/part-00000.jsonl.zst"
 
 
@@ -33,7 +34,7 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split, documents in {"train": lines, "validation": lines[::4]}.items():
         (folder / "raw" / split).mkdir(parents=True)
         (folder / "raw" / split / "documents.jsonl").write_bytes(b"".join(documents))
-    train_tokenizer(str(folder / "raw"), folder / "tokenizer", VOCABULARY_SIZE, max_sample_bytes=100_000)
+    train_tokenizer(str(folder / "raw"), folder / "tokenizer", VOCABULARY_SIZE, max_sample_bytes=SAMPLE_BYTES)
     prepare(str(folder / "raw"), folder / "shards", folder / "tokenizer", CONTEXT_LENGTH)
     return folder
 
@@ -50,7 +51,7 @@ def tiny_config(tiny_data: Path) -> Callable[..., Path]:
             "name": "tiny",
             "runs_folder": str(folder / "runs"),
             "model": {"vocabulary_size": VOCABULARY_SIZE, "width": 36, "layers": 2, "heads": 2, "head_dim": 18},
-            "tokenizer": {"path": str(tiny_data / "tokenizer")},
+            "tokenizer": {"path": str(tiny_data / "tokenizer"), "sample_bytes": SAMPLE_BYTES},
             "data": {
                 "input_folder": str(tiny_data / "raw"), "folder": str(tiny_data / "shards"),
                 "context_length": CONTEXT_LENGTH, "workers": 0,

@@ -32,8 +32,10 @@ LINE_CHARACTERS = 1000
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """How a tokenizer was trained, as written to tokenizer.json. `sample_bytes` counts the UTF-8 bytes the trainer
-    saw."""
+    """How a tokenizer was trained, as written to tokenizer.json.
+
+    `sample_bytes` counts the UTF-8 bytes the trainer saw; `request` identifies what it was asked for.
+    """
 
     sha256: str
     vocabulary_size: int
@@ -43,6 +45,7 @@ class TokenizerInfo:
     sample_documents: int
     documents: int
     sentencepiece_version: str
+    request: str
 
 
 class Tokenizer:
@@ -128,6 +131,12 @@ class Tokenizer:
         return first
 
 
+def tokenizer_request(input_folder: str, vocabulary_size: int, seed: int, max_sample_bytes: int) -> str:
+    """Return what identifies a call of `train_tokenizer`: settings and names, sizes and times of its input files."""
+    inputs = [(file.name, file.bytes, file.modified) for file in list_files(input_folder, "train")]
+    return sha256(repr((inputs, vocabulary_size, seed, max_sample_bytes)).encode())
+
+
 def train_tokenizer(
     input_folder: str,
     output_folder: str | Path,
@@ -184,6 +193,7 @@ def train_tokenizer(
         sample_documents=len(sample),
         documents=counts.documents,
         sentencepiece_version=sentencepiece.__version__,
+        request=tokenizer_request(input_folder, vocabulary_size, seed, max_sample_bytes),
     )
     with writing(output_folder):
         output_folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,8 @@
 """Check a prepared data folder against its manifest (`mesatron data verify`)."""
 
 import hashlib
+import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,11 +10,13 @@ from typing import Any
 import zstandard
 
 from mesatron_data.errors import DataError
-from mesatron_data.files import sha256
+from mesatron_data.files import sha256, write_atomically
 from mesatron_data.manifest import Manifest, load_manifest, read_file
 from mesatron_data.records import SPLITS
 from mesatron_data.shards import decode_shard, shard_files
 from mesatron_data.tokenizer import MODEL_FILE
+
+VERIFIED_FILE = "verified.json"
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,34 @@ def verify(folder: str | Path, contents: bool = True) -> Report:
             samples += shard["samples"]
             size += len(packed)
     return Report(manifest, shards, samples, size, contents)
+
+
+def verify_once(folder: str | Path) -> None:
+    """`verify` the bytes of a local prepared folder unless they were verified before and no file has changed since.
+
+    What was verified is noted in verified.json, by name, size and time of each file; a folder that cannot be written
+    to is verified every time.
+    """
+    folder = Path(folder)
+    note = folder / VERIFIED_FILE
+    found = _file_facts(folder)
+    try:
+        known = json.loads(note.read_bytes())
+    except (OSError, ValueError):
+        known = None
+    if known == found:
+        return
+    verify(folder, contents=False)
+    with suppress(OSError):
+        write_atomically(note, json.dumps(found).encode())
+
+
+def _file_facts(folder: Path) -> dict[str, list[int]]:
+    """Size and time of every packed shard, index and description."""
+    files = [path for pattern in ("*", "*/*.zstd", "*/index.json") for path in sorted(folder.glob(pattern))]
+    facts = {str(path.relative_to(folder)): path.stat() for path in files if path.is_file()}
+    facts.pop(VERIFIED_FILE, None)
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in facts.items()}
 
 
 def _read(folder: Path, expected: dict[str, Any]) -> bytes:

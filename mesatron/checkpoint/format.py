@@ -23,8 +23,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mesatron.checkpoint.files import sync_folder
 from mesatron.errors import CheckpointError
+from mesatron.files import sync_folder
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

@@ -110,10 +110,10 @@ def open_checkpoint(path: Path) -> CheckpointReader:
 
     Newer ones that do not verify are named on standard error. Raises CheckpointError when there is none.
     """
-    if path.name.startswith("step-") or (path / fmt.MANIFEST).exists():
-        return CheckpointReader(path)
     if not path.is_dir():
         raise CheckpointError(f"There is no run or checkpoint folder {path}; check the path.")
+    if not (path / "checkpoints").is_dir() and (fmt.STEP_FOLDER.match(path.name) or (path / fmt.MANIFEST).exists()):
+        return CheckpointReader(path)
     latest, skipped = find_latest(path / "checkpoints")
     if latest is None:
         found = f" ({skipped[0].path.name}: {skipped[0].reason})" if skipped else ""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from mesatron.checkpoint.files import write_all
+from mesatron.files import write_all
 
 DTYPE_CODES = {
     torch.float64: "F64",

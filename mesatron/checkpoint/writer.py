@@ -27,10 +27,10 @@ from typing import Any
 import torch
 
 from mesatron.checkpoint import format as fmt
-from mesatron.checkpoint.files import open_durable, reporting_full_disk, sync_folder, write_file
 from mesatron.checkpoint.tensors import DTYPE_CODES, TensorSpec, write_stream
 from mesatron.checkpoint.verify import find_damage
 from mesatron.errors import CheckpointError, DiskFullError, PeerLostError
+from mesatron.files import open_durable, reporting_full_disk, sync_folder, write_file
 
 
 class CheckpointWriter:

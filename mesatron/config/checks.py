@@ -33,10 +33,11 @@ def _problems(config: Config):
         )
     if train.warmup_steps >= train.steps:
         yield f"train.warmup_steps ({train.warmup_steps}) must be fewer than train.steps ({train.steps})."
-    if train.schedule == "wsd" and train.warmup_steps + round(train.decay_fraction * train.steps) > train.steps:
+    if train.schedule == "wsd" and train.warmup_steps + train.decay_steps >= train.steps:
         yield (
-            f"train.warmup_steps + train.decay_fraction x train.steps must not exceed train.steps, but "
-            f"{train.warmup_steps} + {train.decay_fraction} x {train.steps} > {train.steps}."
+            f"train.warmup_steps + train.decay_fraction x train.steps must leave a step of train.steps between them, "
+            f"but {train.warmup_steps} + {train.decay_fraction} x {train.steps} = "
+            f"{train.warmup_steps + train.decay_steps} of {train.steps}."
         )
     if train.start_lr > train.peak_lr:
         yield f"train.start_lr ({train.start_lr}) must not exceed train.peak_lr ({train.peak_lr})."
@@ -44,6 +45,11 @@ def _problems(config: Config):
         yield (
             f"model.mesa.lambda_initial ({mesa.lambda_initial}) must exceed model.mesa.lambda_lower_bound "
             f"({mesa.lambda_lower_bound})."
+        )
+    if config.monitor.histogram_every_steps % config.monitor.log_every_steps:
+        yield (
+            f"monitor.histogram_every_steps must be a multiple of monitor.log_every_steps, but "
+            f"{config.monitor.histogram_every_steps} is none of {config.monitor.log_every_steps}."
         )
     if data.folder == data.input_folder:
         yield f"data.folder and data.input_folder are both {data.folder}; shards need a folder of their own."

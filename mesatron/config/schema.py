@@ -133,7 +133,7 @@ class DataConfig(Section):
     shuffle_block_size: PositiveInt = 262_144
     """Sequences shuffled among each other; part of the data order."""
     workers: NonNegativeInt = 1
-    """Reader processes of each training process."""
+    """Reader threads of each training process."""
     timeout_seconds: PositiveFloat = 300.0
     """A batch that takes longer ends the run with an error."""
     reset_state_at_documents: bool = False
@@ -179,6 +179,11 @@ class TrainConfig(Section):
     """So many non-finite gradients in a row end the run."""
     seed: NonNegativeInt = 0
     """Decides initial weights and data order."""
+
+    @property
+    def decay_steps(self) -> int:
+        """Steps that the decay of `wsd` takes."""
+        return max(1, round(self.decay_fraction * self.steps))
 
 
 class ParallelConfig(Section):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mesatron.checkpoint.reader import CheckpointReader, open_checkpoint
 from mesatron.config import Config, check_prepared, load_config
+from mesatron.errors import DataError
 from mesatron.evaluate.perplexity import Perplexity, measure
 from mesatron.model.backbone import Backbone
 from mesatron.parallel.distributed import World
@@ -27,11 +28,19 @@ class TrainedModel:
     checkpoint: CheckpointReader
     device: torch.device
 
+    def check_tokenizer(self, sha256: str, folder: Path) -> None:
+        """Raise DataError when `sha256`, the tokenizer of `folder`, is not the one the model was trained with."""
+        if sha256 != self.checkpoint.state["tokenizer_sha256"]:
+            raise DataError(
+                f"{folder} has another tokenizer than {self.checkpoint.folder} was trained with; use the shards of "
+                "that training, or others made with its tokenizer."
+            )
+
 
 def load_model(path: Path, mesa: dict[str, Any] | None = None) -> TrainedModel:
     """The model of a checkpoint or of a run's newest one, on the GPU if there is one; `mesa` replaces mixer settings.
 
-    In the precision of the training run's forward pass. Raises CheckpointError when there is none that verifies,
+    Weights are in bf16 where the run trained in it. Raises CheckpointError when there is none that verifies,
     ConfigError when its config is not one of this version.
     """
     reader = open_checkpoint(path)
@@ -59,13 +68,15 @@ def evaluate_perplexity(trained: TrainedModel, data_folder: Path | None = None) 
     folder = data_folder or config.data.folder
     manifest = load_manifest(str(folder))
     check_prepared(config, manifest, folder)
+    trained.check_tokenizer(manifest.tokenizer_sha256, folder)
 
     def losses(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
         documents = cu_seqlens.to(trained.device) if config.data.reset_state_at_documents else None
-        return trained.model(tokens.to(trained.device), targets.to(trained.device), documents)
+        chunk_tokens = config.train.loss_chunk_tokens
+        return trained.model(tokens.to(trained.device), targets.to(trained.device), documents, chunk_tokens)
 
     validation = ValidationSet(str(folder), config.evaluate.micro_batch_size)
     try:
-        return measure(losses, iter(validation), manifest, World(0, 0, 1, trained.device))
+        return measure(losses, iter(validation), manifest, World(0, 1, trained.device))
     finally:
         validation.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -11,6 +10,7 @@ from mesatron_data.batch import IGNORED_TARGET, Batch
 from mesatron_data.manifest import Manifest
 from torch import Tensor
 
+from mesatron.metrics import perplexity
 from mesatron.parallel.distributed import World
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -28,8 +28,8 @@ class Perplexity:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that overflows."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf
+        """exp(loss)."""
+        return perplexity(self.loss)
 
 
 @torch.no_grad()

@@ -58,6 +58,16 @@ class Backbone(nn.Module):
             x, _ = block(x, cu_seqlens=cu_seqlens)
         return self.embedding(self.norm(x), targets.view(tokens.shape), chunk_tokens).view(shape)
 
+    def observed(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """What the mixers saw in the last forward pass, by tag: scalars, and tensors to look at as distributions."""
+        scalars: dict[str, float] = {}
+        distributions: dict[str, Tensor] = {}
+        for number, block in enumerate(self.blocks):
+            numbers, tensors = block.mixer.observed()  # type: ignore[union-attr, operator]
+            scalars |= {f"{name}/layer_{number:02d}": value for name, value in numbers.items()}
+            distributions |= {f"{name}/layer_{number:02d}": value for name, value in tensors.items()}
+        return scalars, distributions
+
     def decode(self, tokens: Tensor, states: list[Any] | None = None) -> tuple[Tensor, list[Any]]:
         """fp32 logits [B, vocabulary] after the last of `tokens` [B, T] and the state of every layer.
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mesatron.checkpoint.files import append_file, replace_file, sync_file, sync_folder
+from mesatron.files import append_file, replace_file, sync_file, sync_folder
 
 
 class Attempt:

@@ -1,6 +1,5 @@
 """What a person sees while a run goes on: a bar in a terminal, plain lines of always the same fields elsewhere."""
 
-import math
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -8,6 +7,8 @@ from datetime import timedelta
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
+
+from mesatron.metrics import perplexity
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,8 @@ class Progress:
 
 
 def _figures(reading: Reading) -> str:
-    try:
-        perplexity = math.exp(reading.loss)
-    except OverflowError:
-        perplexity = math.inf
     return (
-        f"loss {reading.loss:.3f}  ppl {perplexity:.1f}  lr {reading.learning_rate:.1e}  grad {reading.grad_norm:.2f}  "
+        f"loss {reading.loss:.3f}  ppl {perplexity(reading.loss):.1f}  lr {reading.learning_rate:.1e}  "
+        f"grad {reading.grad_norm:.2f}  "
         f"tok/s {reading.tokens_per_second:.0f}  data {reading.data_share:.0%}"
     )

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 
-from mesatron.checkpoint.files import replace_file
+from mesatron.files import replace_file
 
 # TFRecord framing: 8 bytes length and 4 bytes checksum before each record, 4 bytes checksum after it.
 _FRAME_BYTES = 8 + 4, 4

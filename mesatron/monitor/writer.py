@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from mesatron.checkpoint.files import append_file, reporting_full_disk, sync_file, sync_folder
+from mesatron.files import append_file, reporting_full_disk, sync_file, sync_folder
 from mesatron.monitor.records import cut_events, cut_metrics
 
 

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mesatron.errors import REPORTED, ConfigError, MesatronError, PeerLostError
+from mesatron.errors import REPORTED, ConfigError, MesatronError, PeerLostError, report
 
 T = TypeVar("T")
 
-LAUNCHER_RUN_ID = "mesatron-"
-"""With its process id, how `mesatron.launch` calls the worlds that it starts."""
+LAUNCHER_PID = "MESATRON_LAUNCHER_PID"
+"""Environment variable by which `mesatron.launch` tells its workers who started them."""
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
@@ -29,7 +29,6 @@ class World:
     """This process among all processes of the run."""
 
     rank: int
-    local_rank: int
     size: int
     device: torch.device
 
@@ -58,8 +57,10 @@ class World:
         return int(largest)
 
     def raised_by_all(self, error: MesatronError) -> MesatronError:
-        """`error`, which every process raises at this point, marked so that only the first one reports it."""
-        error.already_reported = not self.is_first
+        """`error`, which every process raises at this point: the first one reports it, and all can still meet."""
+        if self.is_first:
+            report(error)
+        error.already_reported = error.in_all_processes = True
         return error
 
     def from_first(self, decide: Callable[[], T]) -> T:
@@ -70,9 +71,16 @@ class World:
                 outcome[0] = decide()
             except REPORTED as error:
                 outcome[1] = error
+            except Exception:
+                outcome[1] = PeerLostError("The first process has failed.")
+                if self.size > 1:
+                    dist.broadcast_object_list(outcome, src=0)
+                raise
         if self.size > 1:
             dist.broadcast_object_list(outcome, src=0)
         value, fault = outcome
+        if isinstance(fault, PeerLostError):
+            raise fault
         if fault is not None:
             raise self.raised_by_all(fault)
         return value
@@ -104,14 +112,21 @@ def start() -> World:
         device, backend = torch.device("cpu"), "gloo"
     # A process alone needs no port: a store in memory cannot collide with another run on the machine.
     store = dist.HashStore() if size == 1 else None
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
-    return World(rank, local_rank, size, device)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    except dist.DistError as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ConfigError(
+            f"Process {rank} cannot meet the {size - 1} others at {address} ({' '.join(str(error).split())[:200]}); "
+            "check that all nodes reach that address."
+        ) from None
+    return World(rank, size, device)
 
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether a collective failed because another process has ended."""
-    from_gloo = isinstance(error, RuntimeError) and re.search(r"gloo/transport.*[Cc]onnection", str(error))
-    return bool(from_gloo) or isinstance(error, dist.DistBackendError | dist.DistNetworkError)
+    from_gloo = isinstance(error, RuntimeError) and re.search(r"gloo/.*([Cc]onnection|[Tt]imed out)", str(error))
+    return bool(from_gloo) or isinstance(error, dist.DistError)
 
 
 def stop() -> None:
@@ -125,10 +140,9 @@ def _end_with_parent() -> None:
 
     Raises PeerLostError when a launcher of ours has died before: the rendezvous would wait for it for half an hour.
     """
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    if run_id is None:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if run_id.startswith(LAUNCHER_RUN_ID) and run_id != f"{LAUNCHER_RUN_ID}{os.getppid()}":
+    if os.environ.get(LAUNCHER_PID, str(os.getppid())) != str(os.getppid()):
         raise PeerLostError("The launcher has ended.")

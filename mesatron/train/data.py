@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mesatron_data.manifest import Manifest, load_manifest
 from mesatron_data.tokenizer import Tokenizer
-from mesatron_data.verify import verify
+from mesatron_data.verify import verify_once
 
 from mesatron.config import Config, check_prepared
 from mesatron.errors import DataError
@@ -22,5 +22,5 @@ def open_data(config: Config) -> Manifest:
         raise DataError(
             f"{folder} was prepared with another tokenizer than {config.tokenizer.path}; prepare the data again."
         )
-    verify(folder)
+    verify_once(folder)
     return manifest

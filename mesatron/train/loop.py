@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import resource
 import sys
 import time
@@ -20,6 +19,7 @@ from torch import Tensor
 from mesatron.config import Config, accumulation_steps, dump_config
 from mesatron.errors import REPORTED, MemoryExhaustedError, NonFiniteError, PeerLostError, StoppedEarly
 from mesatron.evaluate.perplexity import measure
+from mesatron.metrics import perplexity
 from mesatron.monitor.progress import Progress, Reading
 from mesatron.monitor.writer import Monitor
 from mesatron.parallel import distributed
@@ -41,27 +41,30 @@ def train(config: Config, stop_at_step: int | None = None, allow_changes: bool =
     """
     world = distributed.start()
     run = Run(config)
-    reason, exit_code = "finished", 0
+    reason, exit_code, together = "finished", 0, True
     try:
         environment = world.from_first(lambda: describe_environment(world))
         start = world.from_first(lambda: run.open(environment, allow_changes))
+        run.check_shared()
+        if stop_at_step and start.step >= stop_at_step and start.step < config.train.steps:
+            raise world.raised_by_all(_stopped(start.step, config))
         if start.step < config.train.steps:
             Trainer(config, world, start, environment).run(stop_at_step)
         elif world.is_first:
             print(f"{config.run_folder} is complete: step {start.step} of {config.train.steps} is saved.")
-    except REPORTED as error:
-        reason, exit_code = str(error), error.exit_code
-        raise
     except BaseException as error:
-        if distributed.is_lost_peer(error):
-            reason, exit_code = f"another process than rank {world.rank} ended", PeerLostError.exit_code
-            raise PeerLostError(reason) from error
-        reason, exit_code = f"{type(error).__name__}: {error}", 130 if isinstance(error, KeyboardInterrupt) else 1
+        fault = _as_reported(error, config, world)
+        unforeseen = 130 if isinstance(error, KeyboardInterrupt) else 1
+        reason, exit_code = str(fault) or type(fault).__name__, getattr(fault, "exit_code", unforeseen)
+        together = getattr(fault, "in_all_processes", False)
+        if fault is not error:
+            raise fault from error
         raise
     finally:
         run.close(reason, exit_code)
-        if exit_code in (0, StoppedEarly.exit_code):
-            distributed.stop()  # after a fault no further collective: the others may be gone
+        if together:  # else no further collective: the others may be gone
+            world.barrier()  # whoever leaves first ends the others, who may still be writing
+            distributed.stop()
 
 
 class Trainer:
@@ -106,11 +109,7 @@ class Trainer:
                 if self._due(self.config.checkpoint.every_steps) or self.step == last_step:
                     self._save()
         if self.step < self.config.train.steps:
-            stopped = StoppedEarly(
-                f"Stopped as asked after step {self.step} of {self.config.train.steps}, which is saved; "
-                "the same command without --stop-at-step goes on from there."
-            )
-            raise self.world.raised_by_all(stopped)
+            raise self.world.raised_by_all(_stopped(self.step, self.config))
 
     def _train_step(self) -> None:
         """One optimizer step on one global batch."""
@@ -176,6 +175,7 @@ class Trainer:
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
             "data": self.stream.state_dict(),
+            "tokenizer_sha256": self.manifest.tokenizer_sha256,
             "world_size": self.world.size,
         }
         path = save(self.engine, self.config, self.world, self.start.attempt, state, self.texts)
@@ -189,21 +189,13 @@ class Trainer:
         train, context = self.config.train, self.config.data.context_length
         generator = torch.Generator().manual_seed(self.world.rank)
         vocabulary = self.config.model.vocabulary_size
-        try:
-            # With accumulation the second pass runs beside the gradients of the first.
-            for last in [True] if self.accumulation_steps == 1 else [False, True]:
-                tokens = torch.randint(vocabulary, (train.micro_batch_size, context), generator=generator)
-                bounds = torch.arange(train.micro_batch_size + 1, dtype=torch.int32) * context
-                losses = self.engine.losses(tokens, tokens, bounds)
-                self.engine.backward(losses.sum(), float(train.global_batch_size * context), last)
-            self.engine.step(lr=0.0)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-                raise MemoryExhaustedError(
-                    f"A step with {train.micro_batch_size} sequences of {context} tokens does not fit into the memory "
-                    f"of {self.world.device}; lower train.micro_batch_size or raise parallel.zero_stage."
-                ) from None
-            raise
+        # With accumulation the second pass runs beside the gradients of the first.
+        for last in [True] if self.accumulation_steps == 1 else [False, True]:
+            tokens = torch.randint(vocabulary, (train.micro_batch_size, context), generator=generator)
+            bounds = torch.arange(train.micro_batch_size + 1, dtype=torch.int32) * context
+            losses = self.engine.losses(tokens, tokens, bounds)
+            self.engine.backward(losses.sum(), float(train.global_batch_size * context), last)
+        self.engine.step(lr=0.0)
 
     def _open_data(self, state: dict[str, Any]) -> None:
         data, evaluate = self.config.data, self.config.evaluate
@@ -252,7 +244,7 @@ class Trainer:
         phases = self.timer.read()
         scalars = {
             "train/loss": loss,
-            "train/perplexity": math.exp(min(loss, 700.0)),
+            "train/perplexity": perplexity(loss),
             "train/learning_rate": lr,
             "train/grad_norm": grad_norm,
             "train/tokens": float(self.tokens_seen),
@@ -262,18 +254,10 @@ class Trainer:
             "memory/peak_bytes": self._peak_memory(),
         }
         scalars |= {f"time/{phase}_seconds": total / steps for phase, total in phases.items()}
-        histograms = {}
-        for number, block in enumerate(self.engine.module.blocks):
-            for name, values in block.mixer.observations.items():  # type: ignore[union-attr, operator]
-                if name == "solver/steps":
-                    scalars[f"{name}/layer_{number:02d}"] = float(values.float().mean())
-                elif name == "solver/residual":
-                    scalars[f"{name}/layer_{number:02d}"] = float(values.max())
-                else:
-                    histograms[f"{name}/layer_{number:02d}"] = values
-        self.monitor.scalars(self.step, scalars)
+        observed, distributions = self.engine.module.observed()
+        self.monitor.scalars(self.step, scalars | observed)
         if self._due(self.config.monitor.histogram_every_steps):
-            for tag, values in histograms.items():
+            for tag, values in distributions.items():
                 self.monitor.histogram(self.step, tag, values)
         data_share = phases["data"] / seconds
         self.progress.update(Reading(self.step, loss, lr, grad_norm, tokens_per_second, data_share))
@@ -291,3 +275,25 @@ def _checksum(sample_ids: Tensor) -> float:
     """A number that tells sets of sequences apart whatever their order; sums over processes stay exact in float64."""
     mixed = (sample_ids.long() + 1) * 0x9E3779B1 % 2**32
     return float((mixed * mixed % 2**36).sum())
+
+
+def _stopped(step: int, config: Config) -> StoppedEarly:
+    return StoppedEarly(
+        f"Stopped as asked after step {step} of {config.train.steps}, which is saved; "
+        "the same command without --stop-at-step goes on from there."
+    )
+
+
+def _as_reported(error: BaseException, config: Config, world: World) -> BaseException:
+    """The fault to report for an error of a library; any other is itself."""
+    if isinstance(error, REPORTED):
+        return error
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return MemoryExhaustedError(
+            f"{config.train.micro_batch_size} sequences of {config.data.context_length} tokens at a time (or "
+            f"{config.evaluate.micro_batch_size} in validation) do not fit into the memory of {world.device}; lower "
+            "train.micro_batch_size or evaluate.micro_batch_size, or raise parallel.zero_stage."
+        )
+    if distributed.is_lost_peer(error):
+        return PeerLostError(f"another process than rank {world.rank} ended")
+    return error

@@ -9,19 +9,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mesatron.checkpoint.files import replace_file
 from mesatron.checkpoint.format import set_aside
 from mesatron.checkpoint.retention import remove_leftovers
 from mesatron.checkpoint.verify import find_latest
 from mesatron.config import Config, changed_keys, dump_config, load_config
 from mesatron.errors import CheckpointError, ConfigError
+from mesatron.files import replace_file
 from mesatron.monitor.attempts import Attempt
 
 # Keys that may change between attempts: what a run computes does not depend on them, beyond rounding.
 FREE_KEYS = (
-    "runs_folder", "data.input_folder", "data.folder", "data.workers", "data.timeout_seconds", "train.micro_batch_size",
-    "train.loss_chunk_tokens", "train.max_skipped_steps", "tokenizer.", "parallel.", "checkpoint.", "monitor.",
-    "evaluate.", "model.mesa.implementation", "model.mesa.chunk_size",
+    "name", "runs_folder", "data.input_folder", "data.folder", "data.workers", "data.timeout_seconds",
+    "train.micro_batch_size", "train.loss_chunk_tokens", "train.max_skipped_steps", "tokenizer.", "parallel.",
+    "checkpoint.", "monitor.", "evaluate.", "model.mesa.implementation", "model.mesa.chunk_size",
+)  # fmt: skip
+
+
+# Keys that decide which sequences a step reads; a position in the data means nothing once they change.
+FIXED_KEYS = (
+    "data.context_length", "data.shuffle", "data.num_canonical_nodes", "data.shuffle_block_size", "train.seed",
+    "train.global_batch_size",
 )  # fmt: skip
 
 
@@ -60,6 +67,11 @@ class Run:
         checkpoints = self.folder / "checkpoints"
         latest, skipped = find_latest(checkpoints)
         # Before the first checkpoint there is nothing that other settings could spoil.
+        if latest is None and any(info.path.name.startswith("step-") for info in skipped):
+            raise CheckpointError(
+                f"No checkpoint in {checkpoints} verifies ({skipped[0].path.name}: {skipped[0].reason}); repair one "
+                "or move them away to start from the beginning."
+            )
         notes = self._compare_config(latest.path, allow_changes) if latest else []
         notes += [f"Passing over {info.path}: {info.reason}." for info in skipped]
         step = latest.step if latest else 0
@@ -74,10 +86,18 @@ class Run:
         remove_leftovers(checkpoints, identifier)
         for info in skipped:
             if info.status == "damaged" and info.path.name.startswith("step-"):
-                notes.append(f"It now lies in {set_aside(info.path, 'damaged', identifier)}.")
+                notes.append(f"{info.path.name} now lies in {set_aside(info.path, 'damaged', identifier)}.")
         replace_file(self.folder / "config.yaml", [dump_config(self.config).encode()])
         replace_file(self.folder / "environment.json", [json.dumps(environment, indent=1).encode() + b"\n"])
         return ResumePoint(latest.path if latest else None, step, identifier, notes)
+
+    def check_shared(self) -> None:
+        """In every process, after the first has opened the run: raise ConfigError where its folder is not seen."""
+        if not (self.folder / "attempts.jsonl").exists():
+            raise ConfigError(
+                f"{self.folder.absolute()} on {os.uname().nodename} is not the folder of the first process; put "
+                "runs_folder on a file system that all nodes share."
+            )
 
     def close(self, reason: str, exit_code: int) -> None:
         """Log how the attempt ended and let go of the folder."""
@@ -94,16 +114,27 @@ class Run:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"Another process trains in {self.folder}; wait for it or choose another name.") from None
+        except OSError as error:
+            raise ConfigError(
+                f"Cannot lock {self.folder} ({error.strerror}); put runs_folder on a file system that has locks."
+            ) from None
 
     def _compare_config(self, checkpoint: Path, allow_changes: bool) -> list[str]:
         changes = changed_keys(load_config(checkpoint / "config.yaml"), self.config)
         described = {key: f"{key}: {old} -> {new}" for key, (old, new) in changes.items()}
-        serious = [text for key, text in described.items() if not key.startswith(FREE_KEYS)]
+        serious = {key: text for key, text in described.items() if not key.startswith(FREE_KEYS)}
+        fixed = [text for key, text in serious.items() if key in FIXED_KEYS]
+        if fixed:
+            raise ConfigError(
+                f"{self.folder} reads its data in an order that these settings would change ({'; '.join(fixed)}); set "
+                "them back or choose another name."
+            )
         if serious and not allow_changes:
-            model_changed = any(text.startswith("model.") for text in serious)
+            model_changed = any(key.startswith("model.") for key in serious)
             error = CheckpointError if model_changed else ConfigError
             what = "holds another model" if model_changed else "was started with other settings"
             raise error(
-                f"{self.folder} {what} ({'; '.join(serious)}); choose another name, or pass --allow-changes to go on."
+                f"{self.folder} {what} ({'; '.join(serious.values())}); choose another name, or pass --allow-changes "
+                "to go on."
             )
-        return [f"Changed since the last attempt: {text}." for text in described.values()]
+        return [f"Changed since that checkpoint: {text}." for text in described.values()]

@@ -22,6 +22,5 @@ def learning_rate(train: TrainConfig, step: int) -> float:
         length = max(1, train.steps - 1 - train.warmup_steps)
         progress = (done - train.warmup_steps) / length
         return final_lr + (train.peak_lr - final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
-    length = max(1, round(train.decay_fraction * train.steps))
-    remaining = min(1.0, (train.steps - 1 - done) / length)
+    remaining = min(1.0, (train.steps - 1 - done) / train.decay_steps)
     return final_lr + (train.peak_lr - final_lr) * remaining

@@ -80,7 +80,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., 
         ("config check {config} train.peak_lrr=1", 2, "did you mean 'train.peak_lr'?"),
         ("config check {config} train.peak_lr", 2, "is not of the form section.key=value"),
         ("config check {config} train.x\ny=1", 2, "unknown key 'train.x y'"),
-        ("config check {config} --world-size 3", 2, "8 is no multiple of 2 x 3 = 6"),
+        ("config check {config} --processes 3", 2, "8 is no multiple of 2 x 3 = 6"),
         ("config check {config} data.context_length=32", 3, "is 32, but {shards} was prepared with 64"),
         ("config check {config} model.vocabulary_size=600", 3, "is 600, but {shards} was prepared with 512"),
         ("train {nowhere}", 2, "No such file or directory"),
@@ -89,7 +89,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., 
         ("tokenizer train {config} train.seed=1", 3, "{model} holds another tokenizer"),
         ("tokenizer train {config} tokenizer.path={empty} data.input_folder={nowhere}", 3, "No folder {nowhere}/train"),
         ("tokenizer train {config} tokenizer.path={empty} model.vocabulary_size=20", 3, "tokenizer of 20 pieces"),
-        ("tokenizer train {config} tokenizer.path={config}", 3, "Cannot write {config}"),
+        ("tokenizer train {config} tokenizer.path={config}", 3, "tokenizer.path {config} is a tokenizer already"),
         ("data prepare {config} data.context_length=32", 3, "{shards} was prepared from other input or settings"),
         ("data prepare {config} data.folder={nowhere} data.input_folder={empty}", 3, "No folder {empty}/train"),
         ("data prepare {config} data.folder={nowhere} tokenizer.path={empty}", 3, "Cannot read the tokenizer"),
@@ -167,7 +167,7 @@ def test_a_damaged_shard_is_named(tmp_path: Path, tiny_data: Path) -> None:
 
 
 def test_config_check_prints_the_resolved_config_and_its_arithmetic(places: dict) -> None:
-    text = output_of("config", "check", places["config"], "train.peak_lr=2e-3", "--world-size", "2")
+    text = output_of("config", "check", places["config"], "train.peak_lr=2e-3", "--processes", "2")
     config = Config.model_validate(yaml.safe_load(text))
     assert config == load_config(places["config"], ["train.peak_lr=2e-3"])
     assert f"# parameters       {config.model.parameter_count():,}\n" in text

@@ -2,7 +2,7 @@
 
 A mixer is a module with `forward(x [B, T, width], state, cu_seqlens, keep_state) -> (y [B, T, width], state)`, whose
 state is None unless it is to be kept and has a size independent of T wherever the mathematics allows it, and with
-`observations`: detached tensors of its last forward pass by name, for the monitor.
+`observed()`: scalars and tensors of its last forward pass by name, for the monitor.
 """
 
 from __future__ import annotations

@@ -83,6 +83,15 @@ class MesaMixer(nn.Module):
         # Copies: the views would keep a whole prompt's projections alive.
         return y, MesaMixerState(result.state, q_history.clone(), k_history.clone())
 
+    def observed(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """Of the last forward pass: mean solver steps and largest residual; gamma, beta and Lambda as tensors."""
+        seen = self.observations
+        scalars = {
+            "solver/steps": float(seen["solver/steps"].float().mean()),
+            "solver/residual": float(seen["solver/residual"].max()),
+        }
+        return scalars, {name: seen[name] for name in ("gamma", "beta", "lambda")}
+
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, self.head_dim))
 

@@ -9,7 +9,7 @@ import pytest
 from mesatron_data.errors import DataError
 from mesatron_data.inspect import inspect
 from mesatron_data.manifest import load_manifest
-from mesatron_data.verify import verify
+from mesatron_data.verify import VERIFIED_FILE, verify, verify_once
 
 
 @pytest.fixture
@@ -24,6 +24,20 @@ def test_a_whole_folder(copy: Path) -> None:
     assert report.bytes == sum(shard.stat().st_size for shard in shards)
     assert report.samples == sum(split.samples for split in report.manifest.splits.values())
     assert verify(copy, contents=False).samples == report.samples
+
+
+def test_verifying_once(copy: Path) -> None:
+    """Files that stay as they were are not read again; a changed one is."""
+    verify_once(copy)
+    note = copy / VERIFIED_FILE
+    before = note.read_bytes()
+    verify_once(copy)
+    assert note.read_bytes() == before
+    damage(next(copy.rglob("*.zstd")))
+    for _ in range(2):
+        with pytest.raises(DataError, match="is damaged"):
+            verify_once(copy)
+    assert note.read_bytes() == before
 
 
 def damage(path: Path) -> None:

@@ -113,6 +113,16 @@ def test_mistakes_end_in_one_line(places: dict, command: str, code: int, expecte
     assert expected.format(**places) in line
 
 
+def test_another_tokenizer_of_the_same_size_is_noticed(tmp_path: Path, places: dict) -> None:
+    """Its ids would mean other words: perplexities and texts would be wrong, and look right."""
+    own = [f"tokenizer.path={tmp_path}/tokenizer", f"data.folder={tmp_path}/shards", "train.seed=1"]
+    own.append("tokenizer.sample_bytes=50000")
+    output_of("tokenizer", "train", places["config"], *own)
+    output_of("data", "prepare", places["config"], *own)
+    line = mistake(3, "evaluate", "perplexity", str(places["run"]), "--data", f"{tmp_path}/shards")
+    assert "has another tokenizer" in line
+
+
 @pytest.mark.parametrize(
     "command", ["", "frobnicate", "train", "generate {run}", "generate {run} --prompt a --temperature nan", "summary"]
 )

@@ -21,6 +21,7 @@ QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
         (["train.micro_batch_size=3"], "16 = 5 x 3 + 1"),
         (["train.micro_batch_size=17"], "16 = 0 x 17 + 16"),
         (["train.steps=30"], "train.warmup_steps (30) must be fewer than train.steps (30)"),
+        (["monitor.log_every_steps=20"], "50 is none of 20"),
         (["train.schedule=wsd", "train.steps=40", "train.decay_fraction=0.3"], "30 + 0.3 x 40 = 42 of 40"),
         (["train.start_lr=5e-3"], "train.start_lr (0.005) must not exceed train.peak_lr (0.004)"),
         (["model.mesa.lambda_initial=0.25"], "lambda_initial (0.25) must exceed model.mesa.lambda_lower_bound (0.25)"),

@@ -137,6 +137,29 @@ def test_a_diverging_run_ends_and_says_so_each_time(
         ]
 
 
+def test_nothing_starts_over_when_no_checkpoint_verifies(config: Path, train: Callable, run_of: Callable) -> None:
+    """A run whose checkpoints this version cannot read keeps its curves and folders."""
+    run = run_of(config)
+    for step in (2, 4):
+        flip_byte(run.checkpoint(step) / "manifest.json")
+    before = {
+        path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != "attempts.jsonl"
+    }
+    outcome = train(2, config)
+    assert outcome.exit_code == 4
+    assert len(outcome.error_lines) == 1
+    assert "No checkpoint in" in outcome.errors
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_stopping_at_a_step_that_is_done_trains_nothing(config: Path, train: Callable, run_of: Callable) -> None:
+    lines = run_of(config).lines()
+    outcome = train(1, config, "--stop-at-step=3")
+    assert outcome.exit_code == 75
+    assert "Stopped as asked after step 4 of 6" in outcome.errors
+    assert run_of(config).lines() == lines
+
+
 def test_changes_that_alter_the_result_are_refused(config: Path, train: Callable, run_of: Callable) -> None:
     waved_through = {"train.peak_lr=1e-3": True, "train.steps=8": True}
     for change, possible in (waved_through | {"train.seed=1": False, "train.global_batch_size=4": False}).items():

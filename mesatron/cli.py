@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mesatron.errors import REPORTED, CheckpointError, ConfigError, DataError, report
+from mesatron.errors import REPORTED, CheckpointError, ConfigError, DataError, report, unusable_path
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -52,6 +52,11 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             print("mesatron: interrupted; training goes on from its last checkpoint.", file=sys.stderr)
         _leave(INTERRUPTED)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        report(unusable_path(error))
+        _leave(ConfigError.exit_code)
     except Exception:
         traceback.print_exc()
         _leave(1)
@@ -212,6 +217,7 @@ def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Ov
 def data_prepare(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
     """Tokenize and pack the raw text into verified shards."""
     from mesatron_data.shards import Progress, prepare
+    from mesatron_data.tokenizer import Tokenizer
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
@@ -219,6 +225,12 @@ def data_prepare(file: ConfigFile, overrides: Overrides = None, overwrite: Overw
     from mesatron.config import load_config
 
     config = load_config(file, overrides or [])
+    size = Tokenizer.load(config.tokenizer.path).vocabulary_size
+    if size != config.model.vocabulary_size:
+        raise DataError(
+            f"model.vocabulary_size is {config.model.vocabulary_size}, but {config.tokenizer.path} has {size} pieces; "
+            "change it or train another tokenizer."
+        )
     console = Console(stderr=True)
     columns = (BarColumn(), TextColumn("{task.completed}/{task.total} files {task.fields[figures]}"))
     with Bar(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:

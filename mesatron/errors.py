@@ -67,3 +67,8 @@ def report(error: BaseException) -> None:
     """Say a fault on standard error, in one line, unless it has been said."""
     if not getattr(error, "already_reported", False):
         print(f"mesatron: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+
+
+def unusable_path(error: OSError) -> ConfigError:
+    """The fault to report for a path that the system refuses to use."""
+    return ConfigError(f"Cannot use {error.filename}: {error.strerror}; check the path and its permissions.")

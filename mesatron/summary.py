@@ -29,6 +29,8 @@ def summarize(run_folder: Path) -> Summary:
     """The summary of a run folder. Raises ConfigError when it is none."""
     if not (run_folder / "config.yaml").exists():
         raise ConfigError(f"{run_folder} is no run folder: it has no config.yaml; check the path.")
+    if (run_folder / "manifest.json").exists():
+        raise ConfigError(f"{run_folder} is a checkpoint; give the run folder that it lies in.")
     config = load_config(run_folder / "config.yaml")
     path = run_folder / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""

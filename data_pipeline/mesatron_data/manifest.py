@@ -116,9 +116,9 @@ def read_json(folder: str, name: str) -> dict[str, Any]:
     try:
         value = json.loads(read_file(folder, name))
     except ValueError as error:
-        raise DataError(f"{folder}/{name} is damaged ({error}): prepare the data again.") from error
+        raise DataError(f"{folder}/{name} is damaged ({error}): prepare again with --overwrite.") from error
     if not isinstance(value, dict):
-        raise DataError(f"{folder}/{name} is damaged (no JSON object): prepare the data again.")
+        raise DataError(f"{folder}/{name} is damaged (no JSON object): prepare again with --overwrite.")
     return value
 
 
@@ -143,7 +143,7 @@ def load_manifest(folder: str) -> Manifest:
         }
         return Manifest(**value | {"splits": splits})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DataError(f"{folder}/{MANIFEST_FILE} is damaged ({error}): prepare the data again.") from error
+        raise DataError(f"{folder}/{MANIFEST_FILE} is damaged ({error}): prepare again with --overwrite.") from error
 
 
 def length_class(tokens: int) -> int:

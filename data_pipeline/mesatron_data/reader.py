@@ -44,7 +44,9 @@ class SampleReader:
         self.manifest = load_manifest(folder)
         indexes = {name: {"shards": shard_files(folder, name)} for name in SPLITS}
         if self.manifest.content_fingerprint(indexes) != self.manifest.fingerprint:
-            raise DataError(f"The shards listed in {folder} are not those of its manifest: prepare the data again.")
+            raise DataError(
+                f"The shards listed in {folder} are not those of its manifest: prepare again with --overwrite."
+            )
         self._shards = indexes[split]["shards"]
         self._local = (
             Path(folder).absolute()
@@ -113,10 +115,10 @@ class SampleReader:
                 ) from error
             if packed.exists():
                 expected = self._shards[shard]["zip_data"]["hashes"][HASH]
-                _check_hash(packed, expected, "restore the shard or prepare the data again")
+                _check_hash(packed, expected, "restore the shard or prepare again with --overwrite")
             raise DataError(
                 f"Cannot read shard {packed.name} of {self._folder}/{self._split} ({' '.join(str(error).split())}): "
-                "restore it or prepare the data again."
+                "restore it or prepare again with --overwrite."
             ) from error
         finally:
             os.close(folder)

@@ -125,7 +125,7 @@ def shard_files(folder: str | Path, split: str) -> list[dict[str, Any]]:
         shard.get("zip_data") and shard.get("compression") == COMPRESSION for shard in shards
     ):
         raise DataError(
-            f"{folder}/{split}/{INDEX_FILE} was not written by `mesatron data prepare`: prepare the data again."
+            f"{folder}/{split}/{INDEX_FILE} was not written by `mesatron data prepare`: prepare again with --overwrite."
         )
     return shards
 
@@ -145,8 +145,15 @@ def decode_shard(shard: dict[str, Any], raw: bytes) -> Iterator[Sample]:
 def read_samples(folder: str | Path, split: str) -> Iterator[Sample]:
     """Yield every stored sample of a local prepared folder in order."""
     for shard in shard_files(folder, split):
-        packed = (Path(folder) / split / shard["zip_data"]["basename"]).read_bytes()
-        yield from decode_shard(shard, zstandard.ZstdDecompressor().decompress(packed, shard["raw_data"]["bytes"]))
+        path = Path(folder) / split / shard["zip_data"]["basename"]
+        try:
+            raw = zstandard.ZstdDecompressor().decompress(path.read_bytes(), shard["raw_data"]["bytes"])
+        except (zstandard.ZstdError, OSError) as error:
+            raise DataError(
+                f"Shard {path} cannot be read ({' '.join(str(error).split())}): restore it or prepare again with "
+                "--overwrite."
+            ) from error
+        yield from decode_shard(shard, raw)
 
 
 class _Reporter:

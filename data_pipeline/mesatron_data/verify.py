@@ -42,10 +42,11 @@ def verify(folder: str | Path, contents: bool = True) -> Report:
     manifest = load_manifest(str(folder))
     indexes = {split: {"shards": shard_files(folder, split)} for split in SPLITS}
     if manifest.content_fingerprint(indexes) != manifest.fingerprint:
-        raise DataError(f"The shards listed in {folder} are not those of its manifest: prepare the data again.")
+        raise DataError(f"The shards listed in {folder} are not those of its manifest: prepare again with --overwrite.")
     if sha256(read_file(str(folder), MODEL_FILE)) != manifest.tokenizer_sha256:
         raise DataError(
-            f"{folder / MODEL_FILE} is not the tokenizer the data were made with: restore it or prepare the data again."
+            f"{folder / MODEL_FILE} is not the tokenizer the data were made with: restore it or prepare again "
+            "with --overwrite."
         )
     shards = samples = size = 0
     for split, index in indexes.items():
@@ -53,7 +54,7 @@ def verify(folder: str | Path, contents: bool = True) -> Report:
         if listed != manifest.splits[split].samples:
             raise DataError(
                 f"{folder}/{split} lists {listed} samples, but the manifest "
-                f"{manifest.splits[split].samples}: prepare the data again."
+                f"{manifest.splits[split].samples}: prepare again with --overwrite."
             )
         for shard in index["shards"]:
             packed = _read(folder / split, shard["zip_data"])
@@ -102,7 +103,7 @@ def _read(folder: Path, expected: dict[str, Any]) -> bytes:
         data = path.read_bytes()
     except OSError as error:
         raise DataError(
-            f"Shard {path} cannot be read ({error.strerror}): restore it or prepare the data again."
+            f"Shard {path} cannot be read ({error.strerror}): restore it or prepare again with --overwrite."
         ) from error
     _check_bytes(path, data, expected)
     return data
@@ -111,13 +112,14 @@ def _read(folder: Path, expected: dict[str, Any]) -> bytes:
 def _check_bytes(path: Path, data: bytes, expected: dict[str, Any]) -> None:
     if len(data) != expected["bytes"]:
         raise DataError(
-            f"Shard {path} has {len(data)} bytes, expected {expected['bytes']}: restore it or prepare the data again."
+            f"Shard {path} has {len(data)} bytes, expected {expected['bytes']}: restore it or prepare again with "
+            "--overwrite."
         )
     found = hashlib.sha1(data).hexdigest()
     if found != expected["hashes"]["sha1"]:
         raise DataError(
             f"Shard {path} is damaged (SHA-1 {found}, expected {expected['hashes']['sha1']}): restore it or "
-            "prepare the data again."
+            "prepare again with --overwrite."
         )
 
 
@@ -134,12 +136,12 @@ def _check_contents(folder: Path, shard: dict[str, Any], packed: bytes, manifest
         if int(sample.tokens.max()) >= manifest.vocabulary_size:
             raise DataError(
                 f"{where} has token {int(sample.tokens.max())}, but the vocabulary ends at "
-                f"{manifest.vocabulary_size - 1}: prepare the data again."
+                f"{manifest.vocabulary_size - 1}: prepare again with --overwrite."
             )
         begins = sample.document_starts[sample.tokens[sample.document_starts] == manifest.bos_id]
         if len(begins) != int((sample.tokens == manifest.bos_id).sum()) or int(sample.sources.max()) >= len(
             manifest.sources
         ):
             raise DataError(
-                f"{where} has document starts or sources that do not fit its tokens: prepare the data again."
+                f"{where} has document starts or sources that do not fit its tokens: prepare again with --overwrite."
             )

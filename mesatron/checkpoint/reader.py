@@ -119,5 +119,5 @@ def open_checkpoint(path: Path) -> CheckpointReader:
         found = f" ({skipped[0].path.name}: {skipped[0].reason})" if skipped else ""
         raise CheckpointError(f"{path} holds no complete checkpoint{found}; train first or choose another run.")
     for info in skipped:
-        print(f"mesatron: passing over {info.path}: {info.reason}.", file=sys.stderr)
+        print(f"mesatron: passing over {info.path}: {info.reason.rstrip('.')}.", file=sys.stderr)
     return CheckpointReader(latest.path)

@@ -79,5 +79,6 @@ def check_prepared(config: Config, manifest: Manifest, folder: Path) -> None:
     ):
         if asked != found:
             raise DataError(
-                f"{key} is {asked}, but {folder} was prepared with {found}; change it or prepare the data again."
+                f"{key} is {asked}, but {folder} was prepared with {found}; change it or prepare again with "
+                "--overwrite."
             )

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,15 @@ class Attempt:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The complete lines; a last line torn by a kill is removed from the file, or the next would be glued to it."""
+    """The lines that are records; a last one torn by a kill is removed, or the next would be glued to it."""
     if not path.exists():
         return []
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if whole != content:
         replace_file(path, [whole])
-    return [json.loads(line) for line in whole.splitlines()]
+    records = []
+    for line in whole.splitlines():
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records

@@ -20,7 +20,8 @@ def open_data(config: Config) -> Manifest:
     check_prepared(config, manifest, folder)
     if config.tokenizer.path.exists() and Tokenizer.load(config.tokenizer.path).sha256 != manifest.tokenizer_sha256:
         raise DataError(
-            f"{folder} was prepared with another tokenizer than {config.tokenizer.path}; prepare the data again."
+            f"{folder} was prepared with another tokenizer than {config.tokenizer.path}; prepare again with "
+            "--overwrite."
         )
     verify_once(folder)
     return manifest

@@ -17,7 +17,15 @@ from mesatron_data.stream import TrainStream, ValidationSet
 from torch import Tensor
 
 from mesatron.config import Config, accumulation_steps, dump_config
-from mesatron.errors import REPORTED, MemoryExhaustedError, NonFiniteError, PeerLostError, StoppedEarly
+from mesatron.errors import (
+    REPORTED,
+    ConfigError,
+    MemoryExhaustedError,
+    NonFiniteError,
+    PeerLostError,
+    StoppedEarly,
+    unusable_path,
+)
 from mesatron.evaluate.perplexity import measure
 from mesatron.metrics import perplexity
 from mesatron.monitor.progress import Progress, Reading
@@ -73,12 +81,19 @@ class Trainer:
     def __init__(self, config: Config, world: World, start: ResumePoint, environment: dict[str, Any]) -> None:
         self.config, self.world, self.start = config, world, start
         self.texts = {"config.yaml": dump_config(config), "environment.json": json.dumps(environment, indent=1) + "\n"}
+        self.kernel = world.from_first(self._choose_kernel)
         self.accumulation_steps = world.from_first(lambda: accumulation_steps(config, world.size))
         self.manifest: Manifest = world.from_first(lambda: open_data(config))
         self.timer = PhaseTimer(world.device)
         self.step = start.step
         self.tokens_seen = self.skipped_steps = self.skipped_in_a_row = 0
         self.logged_step, self.seconds_since_log = start.step, 0.0
+
+    def _choose_kernel(self) -> str:
+        kernel = mesatron_kernels.resolve(self.config.model.mesa.implementation, self.world.device)
+        if kernel == "triton" and self.world.device.type != "cuda":
+            raise ConfigError("model.mesa.implementation is triton, which needs a GPU; choose torch or auto here.")
+        return kernel
 
     def run(self, stop_at_step: int | None) -> None:
         """Train from the resume point to `stop_at_step` or the last step."""
@@ -221,12 +236,11 @@ class Trainer:
     def _announce(self) -> None:
         """What this attempt does, before the first step."""
         config, train = self.config, self.config.train
-        kernel = mesatron_kernels.resolve(config.model.mesa.implementation, self.world.device)
         where = f"continues {self.start.checkpoint}" if self.start.checkpoint else "starts from seed " + str(train.seed)
         for line in [
             f"run        {config.run_folder} ({where}; {self.start.attempt})",
             *(f"note       {note}" for note in self.start.notes),
-            f"model      {config.model.mixer}, {config.model.parameter_count():,} parameters, {kernel} kernels, "
+            f"model      {config.model.mixer}, {config.model.parameter_count():,} parameters, {self.kernel} kernels, "
             f"{train.precision}",
             f"processes  {self.world.size} on {self.world.device.type}, ZeRO-{config.parallel.zero_stage}",
             f"batch      {train.global_batch_size} sequences = {train.micro_batch_size} x {self.accumulation_steps} "
@@ -294,6 +308,8 @@ def _as_reported(error: BaseException, config: Config, world: World) -> BaseExce
             f"{config.evaluate.micro_batch_size} in validation) do not fit into the memory of {world.device}; lower "
             "train.micro_batch_size or evaluate.micro_batch_size, or raise parallel.zero_stage."
         )
+    if isinstance(error, OSError) and error.filename is not None:
+        return unusable_path(error)
     if distributed.is_lost_peer(error):
         return PeerLostError(f"another process than rank {world.rank} ended")
     return error

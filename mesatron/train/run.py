@@ -68,12 +68,13 @@ class Run:
         latest, skipped = find_latest(checkpoints)
         # Before the first checkpoint there is nothing that other settings could spoil.
         if latest is None and any(info.path.name.startswith("step-") for info in skipped):
+            newest = skipped[0]
             raise CheckpointError(
-                f"No checkpoint in {checkpoints} verifies ({skipped[0].path.name}: {skipped[0].reason}); repair one "
-                "or move them away to start from the beginning."
+                f"No checkpoint in {checkpoints} verifies ({newest.path.name}: {newest.reason.rstrip('.')}); repair "
+                "one or move them away to start from the beginning."
             )
         notes = self._compare_config(latest.path, allow_changes) if latest else []
-        notes += [f"Passing over {info.path}: {info.reason}." for info in skipped]
+        notes += [f"Passing over {info.path}: {info.reason.rstrip('.')}." for info in skipped]
         step = latest.step if latest else 0
         if step > self.config.train.steps:
             raise ConfigError(

@@ -94,6 +94,12 @@ def test_each_damage_is_named(copy: Path, harm: Callable[[Path], None], message:
         verify(copy, contents=contents)
 
 
+def test_inspecting_a_damaged_shard(copy: Path) -> None:
+    next((copy / "train").glob("*.zstd")).write_bytes(b"no shard")
+    with pytest.raises(DataError, match="cannot be read"):
+        inspect(copy)
+
+
 def test_inspection(prepared: Path, texts: dict[str, list[str]]) -> None:
     inspection = inspect(prepared, samples=5, tokens=400)
     manifest = load_manifest(str(prepared))

@@ -55,7 +55,7 @@ class Run:
         """Take the folder, decide where to go on and log the attempt.
 
         Raises ConfigError when another process trains in it or when keys changed that alter the result, unless
-        `allow_changes`; CheckpointError when the model itself changed.
+        `allow_changes`; CheckpointError when the model itself changed or none of the checkpoints verifies.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -66,13 +66,14 @@ class Run:
         self._take()
         checkpoints = self.folder / "checkpoints"
         latest, skipped = find_latest(checkpoints)
-        # Before the first checkpoint there is nothing that other settings could spoil.
-        if latest is None and any(info.path.name.startswith("step-") for info in skipped):
-            newest = skipped[0]
+        unreadable = [info for info in skipped if info.path.name.startswith("step-")]
+        if latest is None and unreadable:
+            newest = unreadable[0]
             raise CheckpointError(
                 f"No checkpoint in {checkpoints} verifies ({newest.path.name}: {newest.reason.rstrip('.')}); repair "
                 "one or move them away to start from the beginning."
             )
+        # Before the first checkpoint there is nothing that other settings could spoil.
         notes = self._compare_config(latest.path, allow_changes) if latest else []
         notes += [f"Passing over {info.path}: {info.reason.rstrip('.')}." for info in skipped]
         step = latest.step if latest else 0
@@ -85,8 +86,8 @@ class Run:
         notes += [f"Attempt {number} ended without a word: it was killed." for number in self.attempt.killed]
         identifier = f"attempt-{self.attempt.number:04d}"
         remove_leftovers(checkpoints, identifier)
-        for info in skipped:
-            if info.status == "damaged" and info.path.name.startswith("step-"):
+        for info in unreadable:
+            if info.status == "damaged":
                 notes.append(f"{info.path.name} now lies in {set_aside(info.path, 'damaged', identifier)}.")
         replace_file(self.folder / "config.yaml", [dump_config(self.config).encode()])
         replace_file(self.folder / "environment.json", [json.dumps(environment, indent=1).encode() + b"\n"])

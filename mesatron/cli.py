@@ -12,6 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from mesatron.bench import bench_app
+from mesatron.doctor import doctor_app
 from mesatron.errors import REPORTED, CheckpointError, ConfigError, DataError, report, unusable_path
 
 app = typer.Typer(
@@ -25,7 +27,7 @@ checkpoint_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints.")
 evaluate_app = typer.Typer(no_args_is_help=True, help="Measure trained models.")
 for name, group in {
     "config": config_app, "tokenizer": tokenizer_app, "data": data_app, "checkpoint": checkpoint_app,
-    "evaluate": evaluate_app,
+    "evaluate": evaluate_app, "doctor": doctor_app, "bench": bench_app,
 }.items():  # fmt: skip
     app.add_typer(group, name=name)
 

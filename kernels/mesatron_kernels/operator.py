@@ -66,18 +66,62 @@ def available() -> tuple[str, ...]:
     return tuple(_implementations)
 
 
-def resolve(name: str, device: torch.device | str) -> str:
-    """The implementation that `name` stands for on a device; only "auto" stands for another one.
+class Choice(NamedTuple):
+    """The name of an implementation, and why it is that one, in a few words."""
 
-    "auto" is torch everywhere: triton is chosen by name until its gradients are checked at start on the GPU at hand.
-    Raises ValueError for an unknown name.
-    """
-    if name == "auto":
-        return "torch"
+    implementation: str
+    reason: str
+
+
+def forms(name: str) -> Implementation:
+    """The implementation of that name. Raises ValueError for an unknown one."""
     if name not in _implementations:
         known = ", ".join(["auto", *_implementations])
         raise ValueError(f"Mesa implementation {name!r} is unknown; choose one of {known}.")
-    return name
+    return _implementations[name]
+
+
+@torch.compiler.assume_constant_result
+def resolve(name: str, device: torch.device | str, dtype: torch.dtype, head_size: int) -> Choice:
+    """The implementation that `name` stands for on a device, for q, k and v of `dtype`; only "auto" stands for another.
+
+    "auto" is triton on GPUs where `selfcheck` finds it right for the dtype and head size, torch elsewhere. The first
+    time on a machine it runs that check, some seconds; after that it costs a look into a dictionary.
+
+    Raises ValueError for an unknown name, and for triton where the check is known to have failed.
+    """
+    device = torch.device(device)
+    if name != "auto":
+        forms(name)
+        if name == "triton" and device.type == "cuda":
+            from mesatron_kernels.selfcheck import refusal
+
+            reason = refusal(dtype, head_size, device)
+            if reason:
+                raise ValueError(
+                    f"The triton implementation of mesa fails its self-check here for {dtype} and head size "
+                    f"{head_size} ({reason}); choose torch, or another version of Triton."
+                )
+        return Choice(name, "as asked")
+    if device.type != "cuda":
+        return Choice("torch", "no GPU")
+    reason = _why_not_triton(dtype, head_size, device)
+    return Choice("torch", reason) if reason else Choice("triton", "its self-check passed")
+
+
+def _why_not_triton(dtype: torch.dtype, head_size: int, device: torch.device) -> str | None:
+    try:
+        from mesatron_kernels.triton_chunkwise import LARGEST_HEAD
+    except ImportError as error:
+        return f"Triton cannot be imported: {error}"
+    from mesatron_kernels.selfcheck import LIMITS, check_pair
+
+    if dtype not in LIMITS:
+        return f"triton has no {dtype}"
+    if head_size > LARGEST_HEAD or head_size % 16:
+        return f"triton takes head sizes that are multiples of 16 up to {LARGEST_HEAD}, not {head_size}"
+    failure = check_pair(dtype, head_size, device).failure
+    return failure and f"triton failed its self-check: {failure}"
 
 
 def _triton_mesa(*args, **kwargs) -> MesaOutput:
@@ -87,10 +131,15 @@ def _triton_mesa(*args, **kwargs) -> MesaOutput:
     return triton_chunkwise.mesa(*args, **kwargs)
 
 
+def _triton_step(*args, **kwargs) -> MesaOutput:
+    from mesatron_kernels import triton_step
+
+    return triton_step.mesa_step(*args, **kwargs)
+
+
 register("reference", Implementation(reference.mesa, reference.mesa_step))
 register("torch", Implementation(chunkwise.mesa, chunkwise.mesa_step))
-# One token is one dense solve: torch's products fill the GPU as well.
-register("triton", Implementation(_triton_mesa, chunkwise.mesa_step))
+register("triton", Implementation(_triton_mesa, _triton_step))
 
 
 def mesa(
@@ -138,7 +187,7 @@ def mesa(
         float32, or in float64 if q is float64, under autocast as well.
 
     Raises:
-        ValueError: shapes or document bounds do not fit together, or the implementation is unknown.
+        ValueError: shapes or document bounds do not fit together, or the implementation is unknown or refused.
     """
     B, T, h, D = q.shape
     _check_shapes(
@@ -151,7 +200,7 @@ def mesa(
         sequences = len(cu_seqlens) - 1
     if initial_state is not None:
         _check_state(initial_state, (sequences, h, v.shape[-1], D))
-    form = _implementations[resolve(implementation, q.device)].mesa
+    form = forms(resolve(implementation, q.device, q.dtype, D).implementation).mesa
     return form(
         q,
         k,
@@ -193,7 +242,7 @@ def mesa_step(
         {"k": (B, h, D), "v": (B, h, 0), "log_gamma": (B, h), "beta": (B, h), "lam": (h, D)},
     )
     _check_state(state, (B, h, v.shape[-1], D))
-    form = _implementations[resolve(implementation, q.device)].mesa_step
+    form = forms(resolve(implementation, q.device, q.dtype, D).implementation).mesa_step
     return form(q, k, v, log_gamma, beta, lam, state, max_steps=max_steps, tolerance=tolerance)
 
 

@@ -1,8 +1,8 @@
 """The Mesa operator on a GPU: which Triton kernel runs when, and the gradient.
 
 Forward: states before every chunk, then one program per chunk and head solves for q* and reads o off. Backward: the
-states again (kept, they would take 2.7 times the room of q, k and v), e* by a second solve, the
-states' cotangents from back to front, and the gradients of the inputs chunk by chunk.
+states again (kept, they would take 2.7 times the room of q, k and v), e* by a second solve, the states' cotangents from
+back to front, and the gradients of the inputs chunk by chunk.
 """
 
 from __future__ import annotations
@@ -11,54 +11,45 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from triton.runtime.interpreter import InterpretedFunction
 
-from mesatron_kernels import triton_kernels as kernels
+from mesatron_kernels import triton_gradients, triton_solve, triton_states
+from mesatron_kernels.launch import chunk_length, shared_bytes
 from mesatron_kernels.state import MesaOutput, MesaState
+from mesatron_kernels.triton_tiles import INTERPRETED
 
 LARGEST_HEAD = 128  # channels of a head at most
-# Where the norm of H exceeds this many times the smallest Lambda, the solver takes H in two 16-bit terms: one alone
-# is off by 2^-12 of that norm.
-HARDNESS = 64.0
-STATE_ROWS = 64  # rows of a state that one program of the scans holds
-GRADIENT_COLUMNS = 64  # columns of dk and dv that one program forms
+# Where the norm of H exceeds this many times the smallest Lambda, low terms are kept too: high ones alone are off by
+# 2^-12, which the inverse enlarges by that ratio.
+HARDNESS = 16.0
+COLUMNS = 64  # columns of dk and dv that one program forms
 
 
-class Chunking(NamedTuple):
-    """How tokens lie in chunks: see `triton_kernels`."""
+class Layout(NamedTuple):
+    """How tokens lie in sequences and chunks, as the kernels take it (see `triton_tiles.load_chunk`)."""
 
-    chunks: Tensor  # int32 [c, 2]
-    first_chunk: Tensor  # int32 [sequences + 1]
-    sequences: int
+    chunks: Tensor | None  # int32 [c, 2]
+    sequences: Tensor | None  # int32 [S + 1]
+    first_chunk: Tensor | None  # int32 [S + 1]
+    length: int
+    per_sequence: int
+    chunk_count: int  # c
+    sequence_count: int  # S
 
 
 class States(NamedTuple):
-    """A state before every chunk [c, heads, E, D], as scale (high + low), and after every sequence."""
+    """States of all chunks [c, heads, E, D], as scale (high + low)."""
 
     high: Tensor
     low: Tensor
-    scale: Tensor  # float32 [c, heads]; 1 throughout unless the state is H
-    norms: Tensor  # float32 [c, heads, blocks]: squared norm of every block of rows, if the state is H
-    final: Tensor  # float32 [sequences, heads, E, D]
+    scale: Tensor  # float32 [c, heads]
 
 
-def chunking(batch: int, length: int, cu_seqlens: Tensor | None, L: int, device: torch.device) -> Chunking:
-    """Cut `batch` rows of `length` tokens, or the documents in one row, into chunks of up to L tokens."""
-    if cu_seqlens is None:
-        begins = torch.arange(batch, device=device) * length
-        ends = begins + length
-        count = batch * -(-length // L)
-    else:
-        begins, ends = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
-        count = None
-    per_sequence = (ends - begins + L - 1) // L
-    first_chunk = torch.nn.functional.pad(per_sequence.cumsum(0), (1, 0))
-    sequence = torch.repeat_interleave(per_sequence, output_size=count)
-    chunk = torch.arange(len(sequence), device=device)
-    begin = begins[sequence] + (chunk - first_chunk[sequence]) * L
-    table = torch.stack([begin, torch.minimum(begin + L, ends[sequence])], 1)
-    return Chunking(table.int(), first_chunk.int(), len(begins))
+class Solution(NamedTuple):
+    """Solved rows [B, T, heads, D], as size (high + low)."""
+
+    high: Tensor
+    low: Tensor
+    size: Tensor  # float32 [B, T, heads]
 
 
 def mesa(
@@ -78,151 +69,207 @@ def mesa(
 ) -> MesaOutput:
     """Triton form of `mesatron_kernels.mesa`, where the arguments are described; `chunk_size` is not used.
 
-    The gradient of the initial H, which is symmetric, is the symmetric part.
+    With 16-bit inputs the entries of k must fit float16 (they have norm 1 in the Mesa layer). The gradient of the
+    initial H, which is symmetric, is the symmetric part.
 
     Raises ValueError for tensors off the GPU, float64, or heads that the kernels do not hold.
     """
     _check(q, v)
-    layout = chunking(q.shape[0], q.shape[1], cu_seqlens, _chunk_length(q), q.device)
     states = (None, None) if initial_state is None else initial_state
-    o, H, G, steps, residual = _Mesa.apply(q, k, v, log_gamma, beta, lam, *states, layout, max_steps, tolerance)
+    o, H, G, steps, residual, *_ = _forward(q, k, v, log_gamma, beta, lam, *states, cu_seqlens, max_steps, tolerance)
     return MesaOutput(o, MesaState(H, G) if return_state else None, steps, residual)
 
 
-class _Mesa(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q, k, v, log_gamma, beta, lam, H_0, G_0, layout: Chunking, max_steps: int, tolerance: float):
-        q, k, v = (x.contiguous() for x in (q, k, v))
-        log_gamma, beta, lam = (x.float().contiguous() for x in (log_gamma, beta, lam))
-        H, G = _states(k, v, log_gamma, beta, H_0, G_0, layout)
-        q_star = torch.empty_like(q, dtype=torch.float32)
-        steps = torch.empty(q.shape[:3], dtype=torch.int32, device=q.device)
-        residual = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        outputs = {"x": q_star, "steps": steps, "residual": residual}
-        _solve(q, k, log_gamma, beta, lam, H, layout, max_steps, tolerance, adjoint=False, **outputs)
-        o = torch.empty_like(v)
-        _read_out(q_star, k, v, log_gamma, beta, G, layout, o, transposed=False)
-        ctx.save_for_backward(k, v, log_gamma, beta, lam, q_star, H_0, G_0)
-        ctx.layout, ctx.max_steps, ctx.tolerance, ctx.q_type = layout, max_steps, tolerance, q.dtype
-        ctx.mark_non_differentiable(steps, residual)
-        ctx.set_materialize_grads(False)
-        return o, H.final, G.final, steps, residual
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, e, dH_last, dG_last, *_):
-        k, v, log_gamma, beta, lam, q_star, H_0, G_0 = ctx.saved_tensors
-        layout, heads, shape = ctx.layout, k.shape[2], _shape(k, v)
-        chunks, sequences = layout.chunks, layout.sequences
-        e = torch.zeros_like(v) if e is None else e.contiguous()
-        H, G = _states(k, v, log_gamma, beta, H_0, G_0, layout)
-        sides = torch.empty_like(q_star)
-        _read_out(e, k, v, log_gamma, beta, G, layout, sides, transposed=True)
-        e_star, dq = torch.empty_like(q_star), torch.empty_like(k, dtype=ctx.q_type)
-        row_sums = torch.empty_like(beta)
-        dlam = lam.new_empty(len(chunks), *lam.shape)
-        outputs = {"x": e_star, "q_star": q_star, "dq": dq, "row_sums": row_sums, "dlam": dlam}
-        solver = (layout, ctx.max_steps, ctx.tolerance)
-        _solve(sides, k, log_gamma, beta, lam, H, *solver, adjoint=True, **outputs)
-
-        def cotangents(a: Tensor, b: Tensor, forward: States, final: Tensor | None, symmetric: bool):
-            height, width = a.shape[-1], b.shape[-1]
-            high, low = _split_like(k, len(chunks), heads, height, width, scaled=False)
-            before = torch.empty_like(forward.final)
-            blocks = -(-height // STATE_ROWS)
-            across = lam.new_empty(len(chunks), heads, blocks)
-            kernels.backward_states[(sequences * heads, blocks)](
-                a, b, log_gamma, final, high, low, before, forward.high, forward.low, forward.scale, forward.final,
-                across, chunks, layout.first_chunk, heads, **_shape(b, a, k) | {"BLOCK_E": STATE_ROWS},
-                SYMMETRIC=symmetric, HAS_FINAL=final is not None, SCALED=symmetric, num_warps=4, num_stages=1,
-            )  # fmt: skip
-            return high, low, before, across
-
-        final_H = None if dH_last is None else -(dH_last + dH_last.mT).contiguous()
-        final_G = None if dG_last is None else dG_last.contiguous()
-        dH_high, dH_low, dH_0, across_H = cotangents(q_star, e_star, H, final_H, symmetric=True)
-        dG_high, dG_low, dG_0, across_G = cotangents(e, q_star, G, final_G, symmetric=False)
-        dk, dv = torch.empty_like(k), torch.empty_like(v)
-        dlog_gamma, dbeta = torch.empty_like(beta), torch.empty_like(beta)
-        blocks = -(-max(shape["BLOCK_D"], shape["BLOCK_E"]) // GRADIENT_COLUMNS)
-        dbeta_parts = beta.new_empty(blocks, *beta.shape)
-        kernels.backward_inputs[(len(chunks), heads, blocks)](
-            k, v, log_gamma, beta, q_star, e_star, e, dH_high, dH_low, dG_high, dG_low, chunks, dk, dv, dbeta_parts,
-            beta.numel() // heads, heads, **shape, COLUMNS=GRADIENT_COLUMNS, num_warps=4, num_stages=1,
-        )  # fmt: skip
-        block_heads = min(16, _block(heads))
-        kernels.backward_gates[(len(chunks), -(-heads // block_heads))](
-            log_gamma, beta, row_sums, dbeta_parts, across_H, across_G, chunks, dlog_gamma, dbeta,
-            beta.numel() // heads, heads,
-            BLOCKS=blocks, PARTS_H=across_H.shape[-1], PARTS_G=across_G.shape[-1], BLOCK_HEADS=block_heads,
-            L=shape["L"], num_warps=4,
-        )  # fmt: skip
-        start = (None, None) if H_0 is None else (-0.5 * dH_0, dG_0)
-        return dq, dk, dv, dlog_gamma, dbeta, dlam.sum(0), *start, None, None, None
+_Twelve = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+_Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _solve(
-    b, k, log_gamma, beta, lam, H: States, layout: Chunking, max_steps: int, tolerance: float, *, adjoint: bool,
-    x, steps=None, residual=None, q_star=None, dq=None, row_sums=None, dlam=None,
-) -> None:  # fmt: skip
-    """Launch `kernels.solve`."""
-    shape, heads = _shape(k, k), k.shape[2]
-    kernels.solve[(len(layout.chunks), heads)](
-        b, k, log_gamma, beta, lam, *H[:4], layout.chunks, x, steps, residual, q_star, dq, row_sums, dlam,
-        heads, max_steps, tolerance, HARDNESS, D=shape["D"], BLOCK_D=shape["BLOCK_D"], L=shape["L"],
-        TILES=H.norms.shape[-1], ADJOINT=adjoint, PRECISION=shape["PRECISION"], num_warps=4, num_stages=1,
+@torch.library.custom_op("mesatron::mesa_forward", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, beta: Tensor, lam: Tensor, H_0: Tensor | None,
+    G_0: Tensor | None, cu_seqlens: Tensor | None, max_steps: int, tolerance: float,
+) -> _Twelve:  # fmt: skip
+    """o, final H and G, steps, residual, and what the backward pass needs: keys, summed, norms, largest, q*."""
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    log_gamma, beta, lam = (x.float().contiguous() for x in (log_gamma, beta, lam))
+    layout, shape = _layout(k, v, cu_seqlens), _shape(k, v)
+    table = (layout.chunks, layout.length, layout.per_sequence, k.shape[2])
+    keys = torch.empty_like(k, dtype=torch.float16) if k.dtype == torch.bfloat16 else k.new_empty(0)
+    summed, norms = torch.empty_like(beta), beta.new_empty(layout.chunk_count, k.shape[2], 2)
+    largest = beta.new_empty(2, layout.chunk_count, k.shape[2])
+    triton_states.prepare[(layout.chunk_count, k.shape[2])](
+        k, v, log_gamma, beta, keys if len(keys) else None, summed, norms, largest, *table, **shape, num_warps=8
+    )  # fmt: skip
+    k = keys if len(keys) else k
+    H, G, hard, H_last, G_last = _states(k, v, beta, summed, norms, largest, lam, H_0, G_0, layout)
+    solution = _solution(k)
+    o, steps, residual = torch.empty_like(v), torch.empty_like(beta, dtype=torch.int32), torch.empty_like(beta)
+    triton_solve.solve_forward[(layout.chunk_count, k.shape[2])](
+        q, k, v, beta, summed, lam, *H, *G, hard, *solution, o, steps, residual, *table, max_steps, tolerance,
+        **shape, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    return o, H_last, G_last, steps, residual, keys, summed, norms, largest, *solution
+
+
+@_forward.register_fake
+def _(q, k, v, log_gamma, beta, lam, H_0, G_0, cu_seqlens, max_steps, tolerance):
+    (B, T, heads, D), E = k.shape, v.shape[-1]
+    documents = B if cu_seqlens is None else len(cu_seqlens) - 1
+    chunks = torch.library.get_ctx().new_dynamic_size() if cu_seqlens is not None else B * -(-T // _chunk_length(k, v))
+    gates, steps = beta.new_empty(B, T, heads), beta.new_empty(B, T, heads, dtype=torch.int32)
+    states = beta.new_empty(documents, heads, D, D), beta.new_empty(documents, heads, E, D)
+    keys = torch.empty_like(k, dtype=torch.float16) if k.dtype == torch.bfloat16 else k.new_empty(0)
+    chunkwise = beta.new_empty(chunks, heads, 2), beta.new_empty(2, chunks, heads)
+    return torch.empty_like(v), *states, steps, gates, keys, torch.empty_like(gates), *chunkwise, *_solution(k)
+
+
+@torch.library.custom_op("mesatron::mesa_backward", mutates_args=())
+def _backward(
+    e: Tensor, dH_last: Tensor | None, dG_last: Tensor | None, k: Tensor, v: Tensor, log_gamma: Tensor, beta: Tensor,
+    lam: Tensor, H_0: Tensor | None, G_0: Tensor | None, cu_seqlens: Tensor | None, keys: Tensor, summed: Tensor,
+    norms: Tensor, largest: Tensor, q_high: Tensor, q_low: Tensor, q_size: Tensor, max_steps: int, tolerance: float,
+) -> _Eight:  # fmt: skip
+    """Gradients of q, k, v, log_gamma, beta, lam and of both initial states."""
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, k, v))
+    e, k, v = e.contiguous(), keys if len(keys) else k.contiguous(), v.contiguous()
+    log_gamma, beta, lam = (x.float().contiguous() for x in (log_gamma, beta, lam))
+    layout, shape, heads = _layout(k, v, cu_seqlens), _shape(k, v), k.shape[2]
+    table, q_star = (layout.chunks, layout.length, layout.per_sequence), Solution(q_high, q_low, q_size)
+    H, G, hard, H_last, G_last = _states(k, v, beta, summed, norms, largest, lam, H_0, G_0, layout)
+    e_star, row_sums = _solution(k), torch.empty_like(beta)
+    dlam, added = lam.new_empty(layout.chunk_count, *lam.shape), torch.empty_like(largest)
+    triton_solve.solve_backward[(layout.chunk_count, heads)](
+        e, k, v, beta, summed, lam, *H, *G, hard, *q_star, *e_star, dq, row_sums, dlam, added,
+        *table, heads, max_steps, tolerance, **shape, num_warps=4, num_stages=1,
     )  # fmt: skip
 
+    def cotangents(forward: States, final: Tensor | None, last: Tensor, is_H: bool) -> tuple[States, Tensor, Tensor]:
+        states, before = States(*map(torch.empty_like, forward)), torch.empty_like(last)
+        across = torch.empty_like(forward.scale)
+        triton_states.backward_states[(layout.sequence_count, heads)](
+            e, *q_star, *e_star, summed, added[0 if is_H else 1], final, *states, before, *forward, last, hard,
+            across, *layout[1:5], heads, **_scan(k, v, is_H), num_stages=1,
+        )  # fmt: skip
+        return states, before, across
 
-def _read_out(x, k, v, log_gamma, beta, G: States, layout: Chunking, y: Tensor, *, transposed: bool) -> None:
-    """Launch `kernels.read_out`."""
+    final_H = None if dH_last is None else -(dH_last + dH_last.mT).contiguous()
+    dH, dH_0, across_H = cotangents(H, final_H, H_last, True)
+    del H
+    dG, dG_0, across_G = cotangents(G, None if dG_last is None else dG_last.contiguous(), G_last, False)
+    del G
+    dlog_gamma, dbeta = torch.empty_like(beta), torch.empty_like(beta)
+    blocks, tokens = -(-max(k.shape[-1], v.shape[-1]) // COLUMNS), beta.numel() // heads
+    dbeta_parts = beta.new_empty(blocks, *beta.shape)
+    triton_gradients.backward_inputs[(layout.chunk_count, heads, blocks)](
+        k, v, beta, summed, *q_star, *e_star, e, *dH, *dG, hard, dk, dv, dbeta_parts,
+        *table, tokens, heads, COLUMNS=COLUMNS, **shape, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    block_heads = min(16, _block(heads))
+    triton_gradients.backward_gates[(layout.chunk_count, -(-heads // block_heads))](
+        log_gamma, beta, row_sums, dbeta_parts, across_H, across_G, dlog_gamma, dbeta, *table, tokens, heads,
+        BLOCKS=blocks, BLOCK_HEADS=block_heads, L=shape["L"], num_warps=4,
+    )  # fmt: skip
+    return dq, dk, dv, dlog_gamma, dbeta, dlam.sum(0), -0.5 * dH_0, dG_0
+
+
+@_backward.register_fake
+def _(e, dH, dG, k, v, log_gamma, beta, lam, H_0, G_0, cu_seqlens, *_):
+    (B, _, heads, D), E = k.shape, v.shape[-1]
+    documents = B if cu_seqlens is None else len(cu_seqlens) - 1
+    states = beta.new_empty(documents, heads, D, D), beta.new_empty(documents, heads, E, D)
+    return *map(torch.empty_like, (k, k, v, beta, beta, lam)), *states
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: _Twelve) -> None:
+    _, k, v, log_gamma, beta, lam, H_0, G_0, cu_seqlens, ctx.max_steps, ctx.tolerance = inputs
+    ctx.save_for_backward(k, v, log_gamma, beta, lam, H_0, G_0, cu_seqlens, *output[5:])
+    ctx.mark_non_differentiable(*output[3:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, e: Tensor | None, dH: Tensor | None, dG: Tensor | None, *_: None) -> tuple:
+    k, v, log_gamma, beta, lam, H_0, *rest = ctx.saved_tensors
+    e = torch.zeros_like(v) if e is None else e
+    *inputs, dH_0, dG_0 = _backward(e, dH, dG, k, v, log_gamma, beta, lam, H_0, *rest, ctx.max_steps, ctx.tolerance)
+    start = (None, None) if H_0 is None else (dH_0, dG_0)
+    return *inputs, *start, None, None, None
+
+
+_forward.register_autograd(_gradient, setup_context=_setup_context)
+
+
+def _layout(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Layout:
+    """Cut the rows, or the documents in one row, into chunks."""
+    batch, length, L = v.shape[0], v.shape[1], _chunk_length(k, v)
+    if cu_seqlens is None:
+        per_sequence = -(-length // L)
+        return Layout(None, None, None, length, per_sequence, batch * per_sequence, batch)
+    bounds = cu_seqlens.to(v.device)
+    begins, ends = bounds[:-1].long(), bounds[1:].long()
+    counts = (ends - begins + L - 1) // L
+    first_chunk = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    sequence = torch.repeat_interleave(counts)
+    begin = begins[sequence] + (torch.arange(len(sequence), device=v.device) - first_chunk[sequence]) * L
+    chunks = torch.stack([begin, torch.minimum(begin + L, ends[sequence])], 1).int()
+    return Layout(chunks, bounds.int(), first_chunk.int(), length, 0, len(chunks), len(begins))
+
+
+def _states(
+    k: Tensor, v: Tensor, beta: Tensor, summed: Tensor, norms: Tensor, largest: Tensor, lam: Tensor,
+    H_0: Tensor | None, G_0: Tensor | None, layout: Layout,
+) -> tuple[States, States, Tensor, Tensor, Tensor]:  # fmt: skip
+    """H and G before every chunk, which chunks are hard, and H and G after every sequence."""
     heads = k.shape[2]
-    kernels.read_out[(len(layout.chunks), heads)](
-        x, k, v, log_gamma, beta, *G[:2], layout.chunks, y, heads, **_shape(k, v), TRANSPOSED=transposed,
-        num_warps=4, num_stages=1,
-    )  # fmt: skip
+    hard = torch.empty(layout.chunk_count, heads, dtype=torch.int32, device=k.device)
 
-
-def _states(k, v, log_gamma, beta, H_0, G_0, layout: Chunking) -> tuple[States, States]:
-    """H and G; the kernels take H in float16 terms and G in bfloat16 ones where the inputs have 16 bits."""
-    heads, c = k.shape[2], len(layout.chunks)
-
-    def sums(w: Tensor, initial: Tensor | None, scaled: bool) -> States:
-        E, D = w.shape[-1], k.shape[-1]
-        blocks = -(-E // STATE_ROWS)
-        high, low = _split_like(k, c, heads, E, D, scaled=scaled)
-        scale, norms = log_gamma.new_empty(c, heads), log_gamma.new_empty(c, heads, blocks)
-        final = log_gamma.new_empty(layout.sequences, heads, E, D)
-        kernels.forward_states[(layout.sequences * heads, blocks)](
-            k, w, log_gamma, beta, initial, high, low, scale, norms, final, layout.chunks, layout.first_chunk, heads,
-            **_shape(k, w) | {"BLOCK_E": STATE_ROWS}, HAS_INITIAL=initial is not None, SCALED=scaled,
-            num_warps=4, num_stages=2,
+    def sums(w: Tensor, initial: Tensor | None, is_H: bool) -> tuple[States, Tensor]:
+        high = k.new_empty(layout.chunk_count, heads, w.shape[-1], k.shape[-1], dtype=_state_type(k))
+        states = States(high, _low_like(high), beta.new_empty(layout.chunk_count, heads))
+        final = beta.new_empty(layout.sequence_count, heads, w.shape[-1], k.shape[-1])
+        triton_states.forward_states[(layout.sequence_count, heads)](
+            k, w, beta, summed, norms, largest[0 if is_H else 1], lam,
+            None if initial is None else initial.contiguous(), *states, hard, final, *layout[1:5], heads, HARDNESS,
+            **_scan(k, v, is_H), num_stages=1,
         )  # fmt: skip
-        return States(high, low, scale, norms, final)
+        return states, final
 
-    return sums(k, H_0, True), sums(v, G_0, False)
-
-
-def _split_like(inputs: Tensor, *shape: int, scaled: bool) -> tuple[Tensor, Tensor]:
-    """Room for states in two 16-bit terms, or for inputs that are not 16-bit in one of float32."""
-    if _precision(inputs) not in ("bf16", "fp16"):
-        whole = inputs.new_empty(shape, dtype=torch.float32)
-        return whole, whole
-    high = inputs.new_empty(shape, dtype=torch.float16 if scaled else torch.bfloat16)
-    return high, torch.empty_like(high)
+    H, H_last = sums(k, H_0, True)
+    G, G_last = sums(v, G_0, False)
+    return H, G, hard, H_last, G_last
 
 
-def _shape(k: Tensor, w: Tensor, inputs: Tensor | None = None) -> dict[str, Any]:
-    """The kernels' compile-time arguments for keys [..., D] and values [..., E]; precision is that of the `inputs`."""
-    D, E = k.shape[-1], w.shape[-1]
+def _solution(k: Tensor) -> Solution:
+    high = torch.empty_like(k, dtype=_state_type(k), memory_format=torch.contiguous_format)
+    return Solution(high, _low_like(high), high.new_empty(high.shape[:3], dtype=torch.float32))
+
+
+def _low_like(high: Tensor) -> Tensor:
+    """Room for the low terms; float32 has none."""
+    return torch.empty_like(high) if high.dtype == torch.float16 else high.new_empty(0)
+
+
+def _state_type(inputs: Tensor) -> torch.dtype:
+    return torch.float16 if _precision(inputs) in ("bf16", "fp16") else torch.float32
+
+
+def _shape(k: Tensor, v: Tensor) -> dict[str, Any]:
+    """Compile-time arguments of the kernels that take one chunk."""
+    D, E = k.shape[-1], v.shape[-1]
     sizes = {"D": D, "E": E, "BLOCK_D": _block(D), "BLOCK_E": _block(E)}
-    inputs = k if inputs is None else inputs
-    return sizes | {"L": _chunk_length(inputs), "PRECISION": _precision(inputs)}
+    return sizes | {"L": _chunk_length(k, v), "PRECISION": _precision(v)}
 
 
-def _chunk_length(inputs: Tensor) -> int:
-    """Tokens of a chunk: 64, or what leaves room in shared memory for float32 operands."""
-    return 16 if _precision(inputs) == "tf32x3" else 64
+def _scan(k: Tensor, v: Tensor, is_H: bool) -> dict[str, Any]:
+    """Arguments of the kernels that go along a sequence: a state's rows are spread over groups of 4 warps."""
+    E = k.shape[-1] if is_H else v.shape[-1]
+    return _shape(k, v) | {"IS_H": is_H, "E": E, "BLOCK_E": _block(E), "num_warps": 8 if E > 64 else 4}
+
+
+def _chunk_length(k: Tensor, v: Tensor) -> int:
+    """Tokens of a chunk: what leaves room in the GPU's shared memory."""
+    if INTERPRETED.value:
+        return 64
+    return chunk_length(v.dtype, max(k.shape[-1], v.shape[-1]), shared_bytes(v.device))
 
 
 def _block(size: int) -> int:
@@ -230,15 +277,14 @@ def _block(size: int) -> int:
 
 
 def _precision(inputs: Tensor) -> str:
-    if _interpreted():
-        return "ieee"  # the interpreter's 16-bit products are wrong
-    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(inputs.dtype, "tf32x3")
+    exact = "ieee" if INTERPRETED.value else "tf32x3"
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(inputs.dtype, exact)
 
 
 def _check(q: Tensor, v: Tensor) -> None:
     if q.dtype == torch.float64:
         raise ValueError("The triton implementation of mesa has no float64; choose torch or reference.")
-    if not q.is_cuda and not _interpreted():
+    if not q.is_cuda and not INTERPRETED.value:
         raise ValueError("The triton implementation of mesa needs tensors on a GPU; choose torch on a CPU.")
     for name, size in (("D", q.shape[-1]), ("Dv", v.shape[-1])):
         if size > LARGEST_HEAD or size % 16:
@@ -246,7 +292,3 @@ def _check(q: Tensor, v: Tensor) -> None:
                 f"The triton implementation of mesa takes head sizes that are multiples of 16 up to {LARGEST_HEAD}, "
                 f"but {name} is {size}; choose torch."
             )
-
-
-def _interpreted() -> bool:
-    return isinstance(kernels.solve, InterpretedFunction)

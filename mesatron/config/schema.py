@@ -60,7 +60,7 @@ class MesaConfig(Section):
     chunk_size: PositiveInt = 64
     """Tokens per chunk of the parallel form; changes speed and rounding, not the result."""
     implementation: Literal["auto", "reference", "torch", "triton"] = "auto"
-    """Operator implementation: `triton` needs a GPU and is the fastest there; `auto` is `torch`."""
+    """Operator implementation: `triton` needs a GPU; `auto` takes it where its self-check passes, else `torch`."""
 
     def parameter_count(self, model: ModelConfig) -> int:
         """q, k, v and output projections, two gates with bias, two convolutions, Lambda and the per-head norm."""
@@ -91,6 +91,8 @@ class ModelConfig(Section):
     """Logits become cap * tanh(logits / cap)."""
     norm_epsilon: PositiveFloat = 1e-6
     """Added to the mean square inside RMSNorm."""
+    implementation: Literal["auto", "torch", "triton"] = "auto"
+    """Norms, short convolution, SwiGLU and loss: `triton` needs a GPU; `auto` takes it there, and `torch` elsewhere."""
     mesa: MesaConfig = MesaConfig()
     """Settings of the Mesa mixer."""
 

@@ -15,6 +15,7 @@ from mesatron.checkpoint.reader import CheckpointReader, open_checkpoint
 from mesatron.config import Config, check_prepared, load_config
 from mesatron.errors import DataError
 from mesatron.evaluate.perplexity import Perplexity, measure
+from mesatron.kernel_choice import choose_kernels, with_kernels
 from mesatron.model.backbone import Backbone
 from mesatron.parallel.distributed import World
 
@@ -40,21 +41,22 @@ class TrainedModel:
 def load_model(path: Path, mesa: dict[str, Any] | None = None) -> TrainedModel:
     """The model of a checkpoint or of a run's newest one, on the GPU if there is one; `mesa` replaces mixer settings.
 
-    Weights are in bf16 where the run trained in it. Raises CheckpointError when there is none that verifies,
-    ConfigError when its config is not one of this version.
+    Weights are in bf16 where the run trained in it. Kernels are those that fit this machine, whatever the run trained
+    with. Raises CheckpointError when there is none that verifies, ConfigError when its config is not one of this
+    version.
     """
     reader = open_checkpoint(path)
     config = load_config(reader.folder / "config.yaml")
-    if mesa:
-        config = config.model_copy(
-            update={"model": config.model.model_copy(update={"mesa": config.model.mesa.model_copy(update=mesa)})}
-        )
-    model = Backbone(config.model)
+    settings = config.model.mesa.model_copy(update={"implementation": "auto"} | (mesa or {}))
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"implementation": "auto", "mesa": settings})}
+    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = Backbone(with_kernels(config, choose_kernels(config, device).implementation).model)
     reader.check_model({name: tuple(p.shape) for name, p in model.named_parameters()})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(reader.tensor("weights", name))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     return TrainedModel(model.to(device, dtype).eval(), config, reader, device)
 

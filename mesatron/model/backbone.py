@@ -18,9 +18,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.mixer_norm = RMSNorm((config.width,), config.norm_epsilon)
+        self.mixer_norm = RMSNorm((config.width,), config.norm_epsilon, config.implementation)
         self.mixer = build_mixer(config)
-        self.mlp_norm = RMSNorm((config.width,), config.norm_epsilon)
+        self.mlp_norm = RMSNorm((config.width,), config.norm_epsilon, config.implementation)
         self.mlp = MLP(config)
 
     def forward(
@@ -38,9 +38,9 @@ class Backbone(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = TiedEmbedding(config.vocabulary_size, config.width, config.logit_cap)
+        self.embedding = TiedEmbedding(config.vocabulary_size, config.width, config.logit_cap, config.implementation)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = RMSNorm((config.width,), config.norm_epsilon)
+        self.norm = RMSNorm((config.width,), config.norm_epsilon, config.implementation)
 
     def forward(
         self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, chunk_tokens: int = 8192

@@ -1,41 +1,43 @@
-"""The short causal convolution on the mixer's input path."""
+"""The mixer's input path for queries and keys: a short causal convolution, SiLU, and heads of norm 1."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
+from mesatron.model import fused
 from mesatron.model.parameter import make_parameter
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution y_t = sum_j w_j x_(t-j), j = 0 .. width-1, no bias; weight [channels, width]."""
+    """Heads of silu(y) brought to norm 1, where y_t = sum_j w_j x_(t-j), j = 0 .. width-1, channel by channel.
 
-    def __init__(self, channels: int, width: int) -> None:
+    weight [channels, width], no bias; a head is `head_dim` channels.
+    """
+
+    def __init__(self, channels: int, width: int, head_dim: int, implementation: str = "auto") -> None:
         super().__init__()
-        self.width = width
+        self.width, self.head_dim = width, head_dim
+        self.implementation = implementation
         self.weight = make_parameter(channels, width, std=width**-0.5)
 
     def forward(
         self, x: Tensor, history: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Convolve x [B, T, C], seeing `history` [B, width-1, C] (zeros if None) before its first token.
+        """x [B, T, channels], with `history` [B, width-1, channels] (zeros if None) before its first token.
 
-        Returns y [B, T, C] and the history for the tokens that follow. With `cu_seqlens` [N+1] (then B is 1) no
-        document sees the one before it.
+        Returns heads [B, T, channels / head_dim, head_dim] and the history for the tokens that follow. With
+        `cu_seqlens` [N+1] (then B is 1) no document sees the one before it.
         """
-        length = x.shape[1]
+        position = None if cu_seqlens is None else positions_in_documents(cu_seqlens, x.shape[1])
+        y = fused.unit_heads(x, self.weight, position, history, self.head_dim, self.implementation)
+        return y, self._history_after(x, history)
+
+    def _history_after(self, x: Tensor, history: Tensor | None) -> Tensor:
         if history is None:
             history = x.new_zeros(x.shape[0], self.width - 1, x.shape[2])
-        padded = torch.cat([history, x], dim=1)
-        position = None if cu_seqlens is None else positions_in_documents(cu_seqlens, length)
-        y = x * self.weight[:, 0]
-        for lag in range(1, self.width):
-            lagged = padded[:, self.width - 1 - lag : self.width - 1 - lag + length]
-            if position is not None:
-                lagged = lagged * (position >= lag)[:, None]
-            y = y + lagged * self.weight[:, lag]
-        return y, padded[:, length:]
+        seen = torch.cat([history, x[:, max(0, x.shape[1] - self.width + 1) :]], dim=1)
+        return seen[:, seen.shape[1] - self.width + 1 :]
 
 
 def positions_in_documents(cu_seqlens: Tensor, length: int) -> Tensor:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
+from mesatron.model import fused
 from mesatron.model.parameter import make_parameter
-from mesatron.model.precision import at_least_fp32
 
 
 class TiedEmbedding(nn.Module):
@@ -17,10 +15,11 @@ class TiedEmbedding(nn.Module):
     Both directions go through `forward`, so that whoever shards the weight (ZeRO-3) sees every use of it.
     """
 
-    def __init__(self, vocabulary_size: int, width: int, logit_cap: float) -> None:
+    def __init__(self, vocabulary_size: int, width: int, logit_cap: float, implementation: str = "auto") -> None:
         super().__init__()
         self.width = width
         self.logit_cap = logit_cap
+        self.implementation = implementation
         self.weight = make_parameter(vocabulary_size, width, std=width**-0.5, weight_decay=False)
 
     def forward(self, x: Tensor, targets: Tensor | None = None, chunk_tokens: int = 8192) -> Tensor:
@@ -33,17 +32,7 @@ class TiedEmbedding(nn.Module):
             # The weight starts at fan-in variance; the factor brings the residual stream to variance 1.
             return F.embedding(x, self.weight) * self.width**0.5
         if targets is None:
-            return self._logits(x)
+            return fused.capped(F.linear(x, self.weight), self.logit_cap)
         hidden, flat = x.reshape(-1, self.width), targets.reshape(-1)
-        losses = [
-            checkpoint(self._losses, h, t, use_reentrant=False)
-            for h, t in zip(hidden.split(chunk_tokens), flat.split(chunk_tokens), strict=True)
-        ]
-        return torch.cat(losses).view(targets.shape)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits = at_least_fp32(F.linear(hidden, self.weight))
-        return self.logit_cap * torch.tanh(logits / self.logit_cap)
-
-    def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self._logits(hidden), targets, reduction="none")
+        losses = fused.linear_loss(hidden, self.weight, flat, self.logit_cap, chunk_tokens, self.implementation)
+        return losses.view(targets.shape)

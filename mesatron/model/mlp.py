@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mesatron.config import ModelConfig
+from mesatron.model import fused
 from mesatron.model.linear import Linear
 
 
@@ -14,10 +14,11 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.implementation = config.implementation
         self.gate = Linear(config.width, config.mlp_width)
         self.up = Linear(config.width, config.mlp_width)
         self.down = Linear(config.mlp_width, config.width, gain=2.0 / config.layers)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., width] to the same shape."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(fused.swiglu(self.gate(x), self.up(x), self.implementation))

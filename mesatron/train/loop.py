@@ -9,7 +9,6 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-import mesatron_kernels
 import torch
 from mesatron_data.batch import IGNORED_TARGET
 from mesatron_data.manifest import Manifest
@@ -19,7 +18,6 @@ from torch import Tensor
 from mesatron.config import Config, accumulation_steps, dump_config
 from mesatron.errors import (
     REPORTED,
-    ConfigError,
     MemoryExhaustedError,
     NonFiniteError,
     PeerLostError,
@@ -27,7 +25,9 @@ from mesatron.errors import (
     unusable_path,
 )
 from mesatron.evaluate.perplexity import measure
+from mesatron.kernel_choice import choose_kernels, with_kernels
 from mesatron.metrics import perplexity
+from mesatron.model import fused
 from mesatron.monitor.progress import Progress, Reading
 from mesatron.monitor.writer import Monitor
 from mesatron.parallel import distributed
@@ -79,21 +79,16 @@ class Trainer:
     """One attempt at a run, in one of its processes."""
 
     def __init__(self, config: Config, world: World, start: ResumePoint, environment: dict[str, Any]) -> None:
-        self.config, self.world, self.start = config, world, start
         self.texts = {"config.yaml": dump_config(config), "environment.json": json.dumps(environment, indent=1) + "\n"}
-        self.kernel = world.from_first(self._choose_kernel)
+        self.kernels = world.from_first(lambda: choose_kernels(config, world.device))
+        self.config = with_kernels(config, self.kernels.implementation)
+        self.world, self.start = world, start
         self.accumulation_steps = world.from_first(lambda: accumulation_steps(config, world.size))
         self.manifest: Manifest = world.from_first(lambda: open_data(config))
         self.timer = PhaseTimer(world.device)
         self.step = start.step
         self.tokens_seen = self.skipped_steps = self.skipped_in_a_row = 0
         self.logged_step, self.seconds_since_log = start.step, 0.0
-
-    def _choose_kernel(self) -> str:
-        kernel = mesatron_kernels.resolve(self.config.model.mesa.implementation, self.world.device)
-        if kernel == "triton" and self.world.device.type != "cuda":
-            raise ConfigError("model.mesa.implementation is triton, which needs a GPU; choose torch or auto here.")
-        return kernel
 
     def run(self, stop_at_step: int | None) -> None:
         """Train from the resume point to `stop_at_step` or the last step."""
@@ -240,8 +235,9 @@ class Trainer:
         for line in [
             f"run        {config.run_folder} ({where}; {self.start.attempt})",
             *(f"note       {note}" for note in self.start.notes),
-            f"model      {config.model.mixer}, {config.model.parameter_count():,} parameters, {self.kernel} kernels, "
-            f"{train.precision}",
+            f"model      {config.model.mixer}, {config.model.parameter_count():,} parameters, {train.precision}",
+            f"kernels    {self.kernels.implementation} ({self.kernels.reason}); around it "
+            f"{fused.form(config.model.implementation, self.world.device)}",
             f"processes  {self.world.size} on {self.world.device.type}, ZeRO-{config.parallel.zero_stage}",
             f"batch      {train.global_batch_size} sequences = {train.micro_batch_size} x {self.accumulation_steps} "
             f"accumulation x {self.world.size} processes; {config.tokens_per_step:,} tokens per step",

@@ -21,7 +21,8 @@ from mesatron.monitor.attempts import Attempt
 FREE_KEYS = (
     "name", "runs_folder", "data.input_folder", "data.folder", "data.workers", "data.timeout_seconds",
     "train.micro_batch_size", "train.loss_chunk_tokens", "train.max_skipped_steps", "tokenizer.", "parallel.",
-    "checkpoint.", "monitor.", "evaluate.", "model.mesa.implementation", "model.mesa.chunk_size",
+    "checkpoint.", "monitor.", "evaluate.", "model.implementation", "model.mesa.implementation",
+    "model.mesa.chunk_size",
 )  # fmt: skip
 
 

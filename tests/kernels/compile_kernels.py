@@ -1,8 +1,12 @@
-"""Compile the kernels for a GPU that need not be there: prints registers, stack and shared memory, a JSON line each.
+"""Compile the kernels for GPUs that need not be there: prints registers, spills and shared memory, a JSON line each.
 
-python tests/kernels/compile_kernels.py 90
+    python tests/kernels/compile_kernels.py 90 80          what test_compiled.py looks at
+    python tests/kernels/compile_kernels.py 90 80 --all    every kernel of every dtype, head size and chunk length
+
+Spilt registers show as bytes of stack and as instructions that load from and store to local memory.
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -11,62 +15,90 @@ import tempfile
 from pathlib import Path
 
 import triton
-from mesatron_kernels import triton_kernels as kernels
+from mesatron_kernels import triton_gradients as gradients
+from mesatron_kernels import triton_solve as solve
+from mesatron_kernels import triton_states as states
+from mesatron_kernels.launch import SHARED_BYTES
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-BF16, FP16, FP32, INT = "*bf16", "*fp16", "*fp32", "*i32"
-TYPES = dict.fromkeys(("q", "k", "v", "w", "o", "e", "dq", "dk", "dv", "G_high", "G_low"), BF16)
-TYPES |= dict.fromkeys(("dH_high", "dH_low", "dG_high", "dG_low", "high", "low", "S_high", "S_low"), BF16)
-TYPES |= dict.fromkeys(("H_high", "H_low"), FP16)
-TYPES |= dict.fromkeys(("chunks", "first_chunk", "steps"), INT)
-TYPES |= {"heads": "i32", "max_steps": "i32", "tokens_in_all": "i32", "tolerance": "fp32", "hardness": "fp32"}
-SIZES = {"D": 128, "E": 128, "BLOCK_D": 128, "BLOCK_E": 128, "L": 64, "PRECISION": "bf16", "TILES": 2}
-TILE = {"BLOCK_E": 64}
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+# Sequences of one length, from an empty state.
+CONSTANTS = dict.fromkeys(("chunks", "sequences", "first_chunk"))
+CONSTANTS |= {"COLUMNS": 64, "BLOCKS": 2, "BLOCK_HEADS": 16}
+# Name, kernel, constants, num_warps for heads up to 64 and beyond, num_stages: as triton_chunkwise launches them.
 CASES = [
-    (kernels.forward_states, TILE | {"HAS_INITIAL": True, "SCALED": True}, {"high": FP16, "low": FP16, "w": BF16}, 2),
-    (kernels.forward_states, TILE | {"HAS_INITIAL": False, "SCALED": False}, {}, 2),
-    (kernels.solve, {"ADJOINT": False}, {"b": BF16}, 1),
-    (kernels.solve, {"ADJOINT": True}, {"b": FP32}, 1),
-    (kernels.read_out, {"TRANSPOSED": False}, {"x": FP32, "y": BF16}, 1),
-    (kernels.read_out, {"TRANSPOSED": True}, {"x": BF16, "y": FP32}, 1),
-    (
-        kernels.backward_states,
-        TILE | {"SYMMETRIC": True, "HAS_FINAL": True, "SCALED": True},
-        {"a": FP32, "b": FP32, "S_high": FP16, "S_low": FP16},
-        1,
-    ),
-    (kernels.backward_states, TILE | {"SYMMETRIC": False, "HAS_FINAL": False, "SCALED": False}, {"a": BF16}, 1),
-    (kernels.backward_inputs, {"COLUMNS": 64}, {}, 1),
-    (kernels.backward_gates, {"BLOCKS": 2, "PARTS_H": 2, "PARTS_G": 2, "BLOCK_HEADS": 16}, {}, 1),
+    ("prepare", states.prepare, {}, (8, 8), 3),
+    ("forward_states H", states.forward_states, {"IS_H": True, "initial": None}, (4, 8), 1),
+    ("forward_states G", states.forward_states, {"IS_H": False, "initial": None}, (4, 8), 1),
+    ("solve_forward", solve.solve_forward, {}, (4, 4), 1),
+    ("solve_backward", solve.solve_backward, {}, (4, 4), 1),
+    ("backward_states H", states.backward_states, {"IS_H": True, "final": None}, (4, 8), 1),
+    ("backward_states G", states.backward_states, {"IS_H": False, "final": None}, (4, 8), 1),
+    ("backward_inputs", gradients.backward_inputs, {}, (4, 4), 1),
+    ("backward_gates", gradients.backward_gates, {}, (4, 4), 3),
 ]
+TRAINING = ("bf16", 128, 64)
+"""Precision, head size and chunk length whose every kernel must be good."""
+HUNGRIEST = {
+    ("bf16", 64, 64): "backward_inputs",
+    ("tf32x3", 64, 16): "solve_backward",
+    ("tf32x3", 128, 16): "solve_backward",
+}
+"""Of the others, the kernel that takes most shared memory."""
 
 
-def compile_one(kernel, constants, types, num_stages, capability):
+def argument_types(precision: str) -> dict[str, str]:
+    """Triton's names of the types of arguments that are not float32 pointers."""
+    inputs, terms = ("*bf16", "*fp16") if precision == "bf16" else ("*fp32", "*fp32")
+    types = dict.fromkeys(("q", "v", "o", "e", "dq", "dk", "dv"), inputs)
+    types |= {f"{name}_{term}": terms for name in ("q", "e", "H", "G", "dH", "dG", "S") for term in ("high", "low")}
+    types |= dict.fromkeys(("k", "keys", "high", "low"), terms) | dict.fromkeys(("hard", "steps"), "*i32")
+    types |= dict.fromkeys(("length", "per_sequence", "heads", "max_steps", "tokens_in_all"), "i32")
+    return types | dict.fromkeys(("tolerance", "hardness"), "fp32")
+
+
+def compile_one(case, precision: str, head_size: int, chunk_length: int, capability: int) -> dict:
     """One kernel's resources, as the assembler reports them."""
-    constants = {name: value for name, value in (SIZES | constants).items() if name in kernel.arg_names}
-    types = TYPES | types
-    signature = {n: "constexpr" if n in constants else types.get(n, FP32) for n in kernel.arg_names}
-    positions = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    name, kernel, constants, num_warps, num_stages = case
+    sizes = dict.fromkeys(("D", "E", "BLOCK_D", "BLOCK_E"), head_size) | {"L": chunk_length, "PRECISION": precision}
+    constants = {key: value for key, value in (CONSTANTS | sizes | constants).items() if key in kernel.arg_names}
+    types = argument_types(precision)
+    types["w"] = types["k" if constants.get("IS_H") else "v"]
+    types["k"] = types["v" if name == "prepare" else "k"]
+    signature = {n: "constexpr" if n in constants else types.get(n, "*fp32") for n in kernel.arg_names}
+    positions = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n].startswith("*")}
     source = ASTSource(kernel, signature=signature, constexprs=positions, attrs=aligned)
-    options = {"num_warps": 4, "num_stages": num_stages}
+    options = {"num_warps": num_warps[head_size > 64], "num_stages": num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-        command = [str(dump), "--dump-resource-usage", file.name]
+        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", "--dump-sass", file.name]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
     return {
-        "kernel": kernel.__name__,
+        "kernel": name,
         "capability": capability,
+        "precision": precision,
+        "head_size": head_size,
+        "chunk_length": chunk_length,
         "registers": int(registers),
         "stack_bytes": int(stack),
+        "spill_loads": len(re.findall(r"\bLDL\b", report)),
+        "spill_stores": len(re.findall(r"\bSTL\b", report)),
         "shared_bytes": compiled.metadata.shared,
     }
 
 
-for case in CASES:
-    print(json.dumps(compile_one(*case, int(sys.argv[1]))))
+def main(capabilities: list[int], everything: bool) -> None:
+    precisions = {16: "bf16", 32: "tf32x3"}
+    shapes = [(precisions[bits], size, L) for (bits, size), lengths in SHARED_BYTES.items() for L in lengths]
+    for capability, shape, case in itertools.product(capabilities, shapes, CASES):
+        if everything or shape == TRAINING or HUNGRIEST[shape] == case[0]:
+            print(json.dumps(compile_one(case, *shape, capability)), flush=True)
+
+
+if __name__ == "__main__":
+    main([int(word) for word in sys.argv[1:] if word.isdigit()], "--all" in sys.argv)

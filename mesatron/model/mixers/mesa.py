@@ -39,13 +39,14 @@ class MesaMixer(nn.Module):
         self.v = Linear(config.width, inner)
         self.gamma = GateProjection(config.width, config.heads)
         self.beta = GateProjection(config.width, config.heads)
-        self.q_convolution = ShortConvolution(inner, self.config.convolution_width)
-        self.k_convolution = ShortConvolution(inner, self.config.convolution_width)
+        width, implementation = self.config.convolution_width, config.implementation
+        self.q_convolution = ShortConvolution(inner, width, config.head_dim, implementation)
+        self.k_convolution = ShortConvolution(inner, width, config.head_dim, implementation)
         # softplus(theta) = lambda_initial - bound
         above = self.config.lambda_initial - self.config.lambda_lower_bound
         theta = above + math.log(-math.expm1(-above))
         self.theta = make_parameter(config.heads, config.head_dim, mean=theta, weight_decay=False)
-        self.norm = RMSNorm((config.heads, config.head_dim), config.norm_epsilon)
+        self.norm = RMSNorm((config.heads, config.head_dim), config.norm_epsilon, implementation)
         self.output = Linear(inner, config.width, gain=2.0 / config.layers)
         self.observations: dict[str, Tensor] = {}
 
@@ -59,8 +60,7 @@ class MesaMixer(nn.Module):
         """x [B, T, width] to y [B, T, width] and, if it is to be kept, the state after the last token."""
         q, q_history = self.q_convolution(self.q(x), state and state.q_history, cu_seqlens)
         k, k_history = self.k_convolution(self.k(x), state and state.k_history, cu_seqlens)
-        q, k, v = (self._split_heads(z) for z in (F.silu(q), F.silu(k), self.v(x)))
-        q, k = (F.normalize(at_least_fp32(z), dim=-1).to(x.dtype) for z in (q, k))
+        v = self.v(x).unflatten(-1, (self.heads, self.head_dim))
         log_gamma, beta, lam = self._gates(x)
         if state is not None and x.shape[1] == 1:
             result = mesa_step(
@@ -80,7 +80,7 @@ class MesaMixer(nn.Module):
         y = self.output(self.norm(o.to(x.dtype)).flatten(-2))
         if result.state is None:
             return y, None
-        # Copies: the views would keep a whole prompt's projections alive.
+        # Copies: views keep alive what they were cut from.
         return y, MesaMixerState(result.state, q_history.clone(), k_history.clone())
 
     def observed(self) -> tuple[dict[str, float], dict[str, Tensor]]:
@@ -92,15 +92,13 @@ class MesaMixer(nn.Module):
         }
         return scalars, {name: seen[name] for name in ("gamma", "beta", "lambda")}
 
-    def _split_heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, self.head_dim))
-
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """fp32 log gamma [B, T, heads], beta [B, T, heads] and Lambda [heads, head_dim].
 
         gamma = sigmoid(z) (1 - (1 - cap) beta^2): the cap keeps H bounded over runs of one token (section G.5). Its
         logarithm is formed directly, since gammas near 1 differ by less than fp32 resolves in the product.
         """
+        x = at_least_fp32(x)  # once for both
         beta = torch.sigmoid(self.beta(x))
         log_gamma = F.logsigmoid(self.gamma(x)) + torch.log1p(-(1 - self.config.gamma_cap) * beta.square())
         lam = self.config.lambda_lower_bound + F.softplus(at_least_fp32(self.theta))

@@ -1,0 +1,306 @@
+"""Norm, SwiGLU and short convolution of `mesatron.model.fused`, which describes them, as Triton kernels.
+
+Each reads and writes a tensor once, computes in fp32 and rounds once, at the end. Launch sizes are fixed: nothing is
+tuned at start, and sums have the same order in every run. N tokens lie in a row, with C channels each; weight gradients
+come as one part per program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+TILE = 4096  # elements that a program of 4 warps holds at a time
+TOKENS = 64  # tokens of a program that sums a weight gradient: parts stay below 2 % of the activations
+SMALLEST_NORM = tl.constexpr(1e-12)  # as torch's normalize
+
+
+@triton.jit
+def _load(pointer, tokens, channels, C, mask):
+    """[tokens, channels] of [N, C] in fp32, 0 where masked."""
+    offsets = tokens.to(tl.int64)[:, None] * C + channels[None, :]
+    return tl.load(pointer + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(pointer, value, tokens, channels, C, mask):
+    offsets = tokens.to(tl.int64)[:, None] * C + channels[None, :]
+    tl.store(pointer + offsets, value.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rms_norm_forward(
+    x,  # [N, C], groups of D channels
+    weight,  # [C]
+    y,  # [N, C], written
+    N,
+    C,
+    epsilon,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """y = x / sqrt(mean(x^2) + epsilon) * weight over one group of channels."""
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = tl.arange(0, BLOCK_D)
+    channels = tl.program_id(1) * D + columns
+    inside = (tokens < N)[:, None] & (columns < D)[None, :]
+    value = _load(x, tokens, channels, C, inside)
+    scale = tl.load(weight + channels, mask=columns < D, other=0.0).to(tl.float32)
+    inverse = 1 / tl.sqrt(tl.sum(value * value, 1) / D + epsilon)
+    _store(y, value * inverse[:, None] * scale[None, :], tokens, channels, C, inside)
+
+
+@triton.jit
+def rms_norm_backward(
+    x,  # [N, C]
+    weight,  # [C]
+    dy,  # [N, C]
+    dx,  # [N, C], written
+    dweight,  # [programs, C] fp32, written: sums over each program's tokens
+    N,
+    C,
+    epsilon,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    columns = tl.arange(0, BLOCK_D)
+    channels = tl.program_id(1) * D + columns
+    scale = tl.load(weight + channels, mask=columns < D, other=0.0).to(tl.float32)
+    summed = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    for begin in range(0, TOKENS, BLOCK_T):
+        tokens = tl.program_id(0) * TOKENS + begin + tl.arange(0, BLOCK_T)
+        inside = (tokens < N)[:, None] & (columns < D)[None, :]
+        value = _load(x, tokens, channels, C, inside)
+        gradient = _load(dy, tokens, channels, C, inside)
+        inverse = 1 / tl.sqrt(tl.sum(value * value, 1) / D + epsilon)
+        value *= inverse[:, None]
+        summed += gradient * value
+        gradient *= scale[None, :]
+        along = tl.sum(gradient * value, 1) / D
+        _store(dx, (gradient - value * along[:, None]) * inverse[:, None], tokens, channels, C, inside)
+    part = dweight + tl.program_id(0).to(tl.int64) * C + channels
+    tl.store(part, tl.sum(summed, 0), mask=columns < D)
+
+
+class RMSNorm(torch.autograd.Function):
+    """x [N, C], weight [groups, D] with groups x D = C, epsilon; to [N, C] in x's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.epsilon = epsilon
+        y = torch.empty_like(x)
+        sizes = _tile(weight.shape[1])
+        grid = (triton.cdiv(len(x), sizes["BLOCK_T"]), weight.shape[0])
+        rms_norm_forward[grid](x, weight, y, *x.shape, epsilon, **sizes)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx, parts = torch.empty_like(x), x.new_empty(triton.cdiv(len(x), TOKENS), *weight.shape, dtype=torch.float32)
+        grid = (len(parts), weight.shape[0])
+        rms_norm_backward[grid](
+            x, weight, dy.contiguous(), dx, parts, *x.shape, ctx.epsilon, **_tile(weight.shape[1]), TOKENS=TOKENS
+        )
+        return dx, parts.sum(0).to(weight.dtype), None
+
+
+@triton.jit
+def swiglu_forward(gate, up, y, N, BLOCK: tl.constexpr):
+    """y = silu(gate) up, all [N]."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(gate + at, mask=at < N, other=0.0).to(tl.float32)
+    b = tl.load(up + at, mask=at < N, other=0.0).to(tl.float32)
+    tl.store(y + at, (a * tl.sigmoid(a) * b).to(y.dtype.element_ty), mask=at < N)
+
+
+@triton.jit
+def swiglu_backward(gate, up, dy, dgate, dup, N, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(gate + at, mask=at < N, other=0.0).to(tl.float32)
+    b = tl.load(up + at, mask=at < N, other=0.0).to(tl.float32)
+    gradient = tl.load(dy + at, mask=at < N, other=0.0).to(tl.float32)
+    s = tl.sigmoid(a)
+    tl.store(dgate + at, (gradient * b * s * (1 + a * (1 - s))).to(dgate.dtype.element_ty), mask=at < N)
+    tl.store(dup + at, (gradient * a * s).to(dup.dtype.element_ty), mask=at < N)
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) up of two contiguous tensors of one shape."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        y, N = torch.empty_like(gate), gate.numel()
+        swiglu_forward[(triton.cdiv(N, TILE),)](gate, up, y, N, BLOCK=TILE)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        dgate, dup, N = torch.empty_like(gate), torch.empty_like(up), gate.numel()
+        swiglu_backward[(triton.cdiv(N, TILE),)](gate, up, dy.contiguous(), dgate, dup, N, BLOCK=TILE)
+        return dgate, dup
+
+
+@triton.jit
+def _position(position, tokens, T, DOCUMENTS: tl.constexpr):
+    """Position of tokens in their document, or in their row of T tokens."""
+    if DOCUMENTS:
+        return tl.load(position + tokens, mask=tokens < T, other=0)
+    return tokens % T
+
+
+@triton.jit
+def _convolve(x, weight, tokens, place, channels, inside, C, WIDTH: tl.constexpr):
+    """sum over lags of weight[channel, lag] x[token - lag], nothing from before a document's start."""
+    summed = tl.zeros([tokens.shape[0], channels.shape[0]], tl.float32)
+    for lag in tl.static_range(WIDTH):
+        seen = _load(x, tokens - lag, channels, C, inside & (place >= lag)[:, None])
+        summed += seen * tl.load(weight + channels * WIDTH + lag, mask=channels < C, other=0.0).to(tl.float32)[None, :]
+    return summed
+
+
+@triton.jit
+def unit_heads_forward(
+    x,  # [N, C]
+    weight,  # [C, WIDTH]
+    position,  # [N] int32, if DOCUMENTS
+    y,  # [N, C], written
+    N,
+    T,
+    C,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """One head of silu(convolution), brought to norm 1."""
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = tl.arange(0, BLOCK_D)
+    channels = tl.program_id(1) * D + columns
+    inside = (tokens < N)[:, None] & (columns < D)[None, :]
+    place = _position(position, tokens, T, DOCUMENTS)
+    value = _convolve(x, weight, tokens, place, channels, inside, C, WIDTH)
+    value *= tl.sigmoid(value)
+    norm = tl.sqrt(tl.sum(value * value, 1))
+    _store(y, value / tl.maximum(norm, SMALLEST_NORM)[:, None], tokens, channels, C, inside)
+
+
+@triton.jit
+def unit_heads_backward(
+    x,  # [N, C]
+    weight,  # [C, WIDTH]
+    position,  # [N] int32, if DOCUMENTS
+    dy,  # [N, C]
+    dz,  # [N, C], written: gradient of the convolution's output
+    dweight,  # [programs, WIDTH, C] fp32, written: sums over each program's tokens
+    N,
+    T,
+    C,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    columns, lags = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
+    channels = tl.program_id(1) * D + columns
+    summed = tl.zeros([BLOCK_W, BLOCK_D], tl.float32)
+    for begin in range(0, TOKENS, BLOCK_T):
+        tokens = tl.program_id(0) * TOKENS + begin + tl.arange(0, BLOCK_T)
+        inside = (tokens < N)[:, None] & (columns < D)[None, :]
+        place = _position(position, tokens, T, DOCUMENTS)
+        z = _convolve(x, weight, tokens, place, channels, inside, C, WIDTH)
+        s = tl.sigmoid(z)
+        value = z * s
+        inverse = 1 / tl.maximum(tl.sqrt(tl.sum(value * value, 1)), SMALLEST_NORM)
+        value *= inverse[:, None]
+        gradient = _load(dy, tokens, channels, C, inside)
+        along = tl.sum(gradient * value, 1)
+        gradient = (gradient - value * along[:, None]) * inverse[:, None] * s * (1 + z * (1 - s))
+        _store(dz, gradient, tokens, channels, C, inside)
+        for lag in tl.static_range(WIDTH):
+            seen = _load(x, tokens - lag, channels, C, inside & (place >= lag)[:, None])
+            summed += tl.where(lags[:, None] == lag, tl.sum(gradient * seen, 0)[None, :], 0.0)
+    part = dweight + (tl.program_id(0).to(tl.int64) * WIDTH + lags)[:, None] * C + channels[None, :]
+    tl.store(part, summed, mask=(lags < WIDTH)[:, None] & (columns < D)[None, :])
+
+
+@triton.jit
+def convolution_backward(
+    dz,  # [N, C]
+    weight,  # [C, WIDTH]
+    position,  # [N] int32, if DOCUMENTS
+    dx,  # [N, C], written
+    N,
+    T,
+    C,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """dx[token] = sum over lags of weight[channel, lag] dz[token + lag], as far as that token saw this one."""
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    columns = tl.arange(0, BLOCK_D)
+    channels = tl.program_id(1) * D + columns
+    inside = (tokens < N)[:, None] & (columns < D)[None, :]
+    summed = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    for lag in tl.static_range(WIDTH):
+        later = tokens + lag
+        sees = (later < N) & (_position(position, later, T, DOCUMENTS) >= lag)
+        seen = _load(dz, later, channels, C, inside & sees[:, None])
+        summed += seen * tl.load(weight + channels * WIDTH + lag, mask=channels < C, other=0.0).to(tl.float32)[None, :]
+    _store(dx, summed, tokens, channels, C, inside)
+
+
+class UnitHeads(torch.autograd.Function):
+    """x [N, C] of rows of T tokens, or with `position` int32 [N] of documents, and weight [C, width], to [N, C]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, position: Tensor | None, T: int, head_dim: int) -> Tensor:
+        ctx.save_for_backward(x, weight, position)
+        (N, C), width = x.shape, weight.shape[1]
+        ctx.T, ctx.sizes = T, _tile(head_dim, TILE // 2) | {"WIDTH": width, "DOCUMENTS": position is not None}
+        y = torch.empty_like(x)
+        grid = (triton.cdiv(N, ctx.sizes["BLOCK_T"]), C // head_dim)
+        unit_heads_forward[grid](x, weight, position, y, N, T, C, **ctx.sizes)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, position = ctx.saved_tensors
+        (N, C), width, T, sizes = x.shape, weight.shape[1], ctx.T, ctx.sizes
+        heads, programs = C // sizes["D"], triton.cdiv(N, TOKENS)
+        dz, dx = torch.empty_like(x), torch.empty_like(x)
+        parts = x.new_empty(programs, width, C, dtype=torch.float32)
+        unit_heads_backward[(programs, heads)](
+            x, weight, position, dy.contiguous(), dz, parts, N, T, C, **sizes,
+            TOKENS=TOKENS, BLOCK_W=triton.next_power_of_2(width),
+        )  # fmt: skip
+        grid = (triton.cdiv(N, sizes["BLOCK_T"]), heads)
+        convolution_backward[grid](dz, weight, position, dx, N, T, C, **sizes)
+        return dx, parts.sum(0).mT.to(weight.dtype), None, None, None
+
+
+def _tile(D: int, elements: int = TILE) -> dict[str, int]:
+    """Groups of D channels and as many tokens as make up a tile."""
+    block = triton.next_power_of_2(D)
+    return {"D": D, "BLOCK_D": block, "BLOCK_T": min(TOKENS, max(1, elements // block))}

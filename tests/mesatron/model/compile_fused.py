@@ -1,0 +1,74 @@
+"""Compile the model's Triton kernels for GPUs that need not be there: resources of each, a JSON line each.
+
+python tests/mesatron/model/compile_fused.py 90 80
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from mesatron.model import fused_kernels as fused
+from mesatron.model import loss_kernels as loss
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+# Pointers not named here are bf16; so are activations, weights and logits in training.
+TYPES = dict.fromkeys(("N", "T", "C", "V", "stride"), "i32") | dict.fromkeys(("epsilon", "cap"), "fp32")
+TYPES |= dict.fromkeys(("losses", "dlosses", "normalizers", "dweight"), "*fp32")
+TYPES |= {"targets": "*i64", "position": "*i32"}
+ALIGNED = ("N", "T", "C", "stride")  # multiples of 16, as 768 channels and padded logits are
+HEADS = fused._tile(128, fused.TILE // 2) | {"WIDTH": 4, "DOCUMENTS": True}
+CASES = [
+    *(
+        case
+        for channels in (128, 768)
+        for case in (
+            (fused.rms_norm_forward, fused._tile(channels), 4),
+            (fused.rms_norm_backward, fused._tile(channels) | {"TOKENS": fused.TOKENS}, 4),
+        )
+    ),
+    (fused.swiglu_forward, {"BLOCK": fused.TILE}, 4),
+    (fused.swiglu_backward, {"BLOCK": fused.TILE}, 4),
+    (fused.unit_heads_forward, HEADS, 4),
+    (fused.unit_heads_backward, HEADS | {"TOKENS": fused.TOKENS, "BLOCK_W": 4}, 4),
+    (fused.convolution_backward, HEADS, 4),
+    (loss.loss_forward, {"BLOCK": loss.BLOCK}, 8),
+    (loss.loss_backward, {"BLOCK": loss.BLOCK}, 8),
+]
+
+
+def compile_one(kernel, constants: dict, num_warps: int, capability: int) -> dict:
+    """One kernel's resources; `wide_loads` and `loads` of global memory, of 16 bytes a thread and of any size."""
+    signature = {n: "constexpr" if n in constants else TYPES.get(n, "*bf16") for n in kernel.arg_names}
+    positions = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    aligned = [i for i, n in enumerate(kernel.arg_names) if signature[n].startswith("*") or n in ALIGNED]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(kernel, signature=signature, constexprs=positions, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", "--dump-sass", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
+    return {
+        "kernel": kernel.__name__,
+        "channels": constants.get("D"),
+        "capability": capability,
+        "registers": int(registers),
+        "stack_bytes": int(stack),
+        "shared_bytes": compiled.metadata.shared,
+        "wide_loads": len(re.findall(r"\bLDG\.E\.128", report)),
+        "loads": len(re.findall(r"\bLDG\.E", report)),
+    }
+
+
+for capability in map(int, sys.argv[1:]):
+    for case in CASES:
+        print(json.dumps(compile_one(*case, capability)), flush=True)

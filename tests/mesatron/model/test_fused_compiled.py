@@ -1,0 +1,25 @@
+"""The model's Triton kernels compile for sm_80 and sm_90 without a GPU, spill nothing, and load activations 16 bytes at
+a time: their speed is that of memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_kernels_spill_nothing_and_load_widely() -> None:
+    """In a process of its own, for tests may have chosen Triton's interpreter."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).with_name("compile_fused.py")), "80", "90"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(reports) == 22
+    for report in reports:
+        print(report)
+        assert report["stack_bytes"] == 0, report
+        assert report["shared_bytes"] <= 16 * 1024, report
+        # The rest are a channel's weights, a token's position or its target.
+        assert report["wide_loads"] >= 2, report
+        assert report["loads"] - report["wide_loads"] <= 12, report

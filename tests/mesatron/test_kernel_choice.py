@@ -1,0 +1,50 @@
+"""What a run's kernels are decided to be, by the config and what the self-check is known to have found."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from mesatron_kernels.selfcheck import PairCheck
+
+from mesatron.config import load_config
+from mesatron.errors import ConfigError
+from mesatron.kernel_choice import choose_kernels, with_kernels
+
+selfcheck = importlib.import_module("mesatron_kernels.selfcheck")
+
+
+def test_without_a_gpu(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
+    config = load_config(tiny_config(tmp_path))
+    assert choose_kernels(config, torch.device("cpu")) == ("torch", "no GPU")
+    named = with_kernels(config, "reference")
+    assert choose_kernels(named, torch.device("cpu")) == ("reference", "as asked")
+    assert with_kernels(named, "auto") == config
+    with pytest.raises(ConfigError, match="needs a GPU"):
+        choose_kernels(with_kernels(config, "triton"), torch.device("cpu"))
+
+
+def test_a_failed_check_counts_for_its_precision(
+    tmp_path: Path, tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a made-up GPU whose bf16 kernels are wrong."""
+
+    def run_pair(dtype: torch.dtype, head_size: int, device: torch.device) -> PairCheck:
+        failure = "dk by 5.0e-01" if dtype == torch.bfloat16 else None
+        return PairCheck(selfcheck.dtype_name(dtype), head_size, {}, failure, 1.0)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(selfcheck, "machine", lambda device: {"gpu": "made up"})
+    monkeypatch.setattr(selfcheck, "run_pair", run_pair)
+    selfcheck._forget()
+    gpu = torch.device("cuda", 0)
+    fp32, bf16 = (
+        load_config(tiny_config(tmp_path, **{"train.precision": name, "model.head_dim": 32, "model.width": 64}))
+        for name in ("fp32", "bf16")
+    )
+    assert choose_kernels(fp32, gpu) == ("triton", "its self-check passed")
+    assert choose_kernels(bf16, gpu) == ("torch", "triton failed its self-check: dk by 5.0e-01")
+    with pytest.raises(ConfigError, match=r"implementation is triton: .* fails its self-check here for torch.bfloat16"):
+        choose_kernels(with_kernels(bf16, "triton"), gpu)
+    selfcheck._forget()

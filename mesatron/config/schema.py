@@ -187,8 +187,18 @@ class TrainConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the model's state is spread over processes."""
+    """How one run is spread over processes: tensor x context x data x pipeline of them (docs/parallelism.md)."""
 
+    tensor_size: PositiveInt = 1
+    """Processes that share every matrix, by heads and by channels of the MLP."""
+    sequence_parallel: bool = False
+    """Between the matrices, split the tokens over the tensor-parallel processes too: less memory, equal traffic."""
+    context_size: PositiveInt = 1
+    """Processes that share every sequence, each with a piece of its tokens."""
+    pipeline_size: PositiveInt = 1
+    """Processes that share the blocks, each with a run of them."""
+    data_size: NonNegativeInt = 0
+    """Groups of processes that read different sequences; 0 takes as many as the processes make."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed ZeRO: shard nothing (0), optimizer state (1), gradients too (2), weights too (3)."""
 

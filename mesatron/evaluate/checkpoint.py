@@ -17,6 +17,7 @@ from mesatron.errors import DataError
 from mesatron.evaluate.perplexity import Perplexity, measure
 from mesatron.model.backbone import Backbone
 from mesatron.parallel.distributed import World
+from mesatron.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,6 @@ def evaluate_perplexity(trained: TrainedModel, data_folder: Path | None = None) 
 
     validation = ValidationSet(str(folder), config.evaluate.micro_batch_size)
     try:
-        return measure(losses, iter(validation), manifest, World(0, 1, trained.device))
+        return measure(losses, iter(validation), manifest, Layout(World(0, 1, trained.device)))
     finally:
         validation.close()

@@ -7,19 +7,20 @@ from typing import Any
 from torch import Tensor, nn
 
 from mesatron.config import ModelConfig
-from mesatron.model.embedding import TiedEmbedding
 from mesatron.model.mixers import build_mixer
 from mesatron.model.mlp import MLP
 from mesatron.model.norm import RMSNorm
+from mesatron.model.seams import Seams
 
 
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, seams: Seams) -> None:
         super().__init__()
+        self.seams = seams
         self.mixer_norm = RMSNorm((config.width,), config.norm_epsilon)
-        self.mixer = build_mixer(config)
+        self.mixer = build_mixer(config, seams)
         self.mlp_norm = RMSNorm((config.width,), config.norm_epsilon)
         self.mlp = MLP(config)
 
@@ -27,19 +28,19 @@ class Block(nn.Module):
         self, x: Tensor, state: Any = None, cu_seqlens: Tensor | None = None, keep_state: bool = False
     ) -> tuple[Tensor, Any]:
         """x [B, T, width] and the mixer's state before it (None: empty) to the new x and, if kept, the state after."""
-        mixed, state = self.mixer(self.mixer_norm(x), state, cu_seqlens, keep_state)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), state
+        mixed, state = self.mixer(self.seams.enter(self.mixer_norm(x)), state, cu_seqlens, keep_state)
+        x = x + self.seams.leave(mixed)
+        return x + self.seams.leave(self.mlp(self.seams.enter(self.mlp_norm(x)))), state
 
 
 class Backbone(nn.Module):
     """A language model around any mixer."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, seams: Seams | None = None) -> None:
         super().__init__()
-        self.config = config
-        self.embedding = TiedEmbedding(config.vocabulary_size, config.width, config.logit_cap)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.config, self.seams = config, seams or Seams()
+        self.embedding = self.seams.embedding(config)
+        self.blocks = nn.ModuleList(Block(config, self.seams) for _ in range(config.layers))
         self.norm = RMSNorm((config.width,), config.norm_epsilon)
 
     def forward(
@@ -56,7 +57,7 @@ class Backbone(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x, _ = block(x, cu_seqlens=cu_seqlens)
-        return self.embedding(self.norm(x), targets.view(tokens.shape), chunk_tokens).view(shape)
+        return self.embedding(self.seams.enter(self.norm(x)), targets.view(tokens.shape), chunk_tokens).view(shape)
 
     def observed(self) -> tuple[dict[str, float], dict[str, Tensor]]:
         """What the mixers saw in the last forward pass, by tag: scalars, and tensors to look at as distributions."""

@@ -31,7 +31,7 @@ class TiedEmbedding(nn.Module):
         """
         if not x.is_floating_point():
             # The weight starts at fan-in variance; the factor brings the residual stream to variance 1.
-            return F.embedding(x, self.weight) * self.width**0.5
+            return self._rows(x) * self.width**0.5
         if targets is None:
             return self._logits(x)
         hidden, flat = x.reshape(-1, self.width), targets.reshape(-1)
@@ -40,6 +40,9 @@ class TiedEmbedding(nn.Module):
             for h, t in zip(hidden.split(chunk_tokens), flat.split(chunk_tokens), strict=True)
         ]
         return torch.cat(losses).view(targets.shape)
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = at_least_fp32(F.linear(hidden, self.weight))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # DeepSpeed's guess warns
 
@@ -32,7 +33,9 @@ from torch import Tensor, nn
 
 from mesatron.config import Config
 from mesatron.model.backbone import Backbone
-from mesatron.parallel.distributed import World
+from mesatron.parallel.layout import Layout, ModelParallelUnit
+from mesatron.parallel.seams import SharedSeams
+from mesatron.parallel.shares import share_of, shares, whole_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weight", *MOMENTS)
@@ -49,20 +52,27 @@ class StepResult:
 
 
 class ZeroEngine:
-    """A Backbone whose optimizer state, gradients and weights are sharded by `parallel.zero_stage`."""
+    """A share of a Backbone whose optimizer state, gradients and weights are sharded by `parallel.zero_stage`."""
 
-    def __init__(self, config: Config, world: World, accumulation_steps: int) -> None:
+    def __init__(self, config: Config, layout: Layout, accumulation_steps: int) -> None:
         _quiet_deepspeed()
-        self.config, self.world = config, world
+        self.config, self.layout, self.device = config, layout, layout.world.device
         self.stage = config.parallel.zero_stage
+        unit = ModelParallelUnit(layout) if layout.copies.handle else None
         settings = self._settings(accumulation_steps)
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-        with deepspeed.zero.Init(config_dict_or_path=settings, enabled=self.stage == 3):
-            model = Backbone(config.model)
+        with deepspeed.zero.Init(
+            config_dict_or_path=settings, enabled=self.stage == 3, data_parallel_group=layout.copies.handle, mpu=unit
+        ):
+            model = Backbone(share_of(config.model, layout.tensor.size), SharedSeams(config, layout))
         if self.stage < 3:
-            model = model.to(world.device)
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=self._optimizer(model), config=settings)
-        self.parameters: dict[str, nn.Parameter] = dict(self.engine.module.named_parameters())
+            model = model.to(self.device)
+        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        local = {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
+        self.whole = whole_parameters(config.model)
+        self.shares = shares(self.whole, local, layout.tensor)
+        self._mark_shares()
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=self._optimizer(model), config=settings, mpu=unit)
 
     @property
     def module(self) -> Backbone:
@@ -70,12 +80,12 @@ class ZeroEngine:
         return self.engine.module
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Whole shape of every parameter, in an order that is the same in every process."""
-        return {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
+        """Whole shape of every parameter of the model, in an order that is the same in every process."""
+        return {name: parameter.shape for name, parameter in self.whole.items()}
 
     def losses(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
         """`Backbone.forward` of tensors on the host; documents are told apart if the config says so."""
-        device = self.world.device
+        device = self.device
         documents = cu_seqlens.to(device) if self.config.data.reset_state_at_documents else None
         chunk_tokens = self.config.train.loss_chunk_tokens
         return self.engine(tokens.to(device), targets.to(device), documents, chunk_tokens)
@@ -90,18 +100,19 @@ class ZeroEngine:
     def backward(self, loss_sum: Tensor, global_targets: float, last: bool) -> None:
         """Add the gradients of this process's `loss_sum` / `global_targets`; `last` ends the accumulation.
 
-        DeepSpeed averages gradients over processes, so the loss is first multiplied by their number: the result is the
-        gradient of the mean over all targets of the global batch, however it is split.
+        DeepSpeed averages gradients over the copies of a parameter, so the loss is first multiplied by their number: the
+        result is the gradient of the mean over all targets of the global batch, however it is split.
         """
         self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss_sum * (self.world.size / global_targets), scale_wrt_gas=False)
+        self.engine.backward(loss_sum * (self.layout.copies.size / global_targets), scale_wrt_gas=False)
 
     def step(self, lr: float) -> StepResult:
         """Clip and apply the accumulated gradients; a non-finite gradient in any process leaves all as they were."""
         for group in self.engine.basic_optimizer.param_groups:
             group["lr"] = lr
         if self.stage == 0:
-            grad_norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.config.train.clip_grad_norm)
+            grad_norm = self._grad_norm()
+            nn.utils.clip_grads_with_norm_(self.module.parameters(), self.config.train.clip_grad_norm, grad_norm)
             applied = bool(grad_norm.isfinite())
             if not applied:
                 self.module.zero_grad(set_to_none=True)  # the optimizer passes over parameters without gradient
@@ -123,7 +134,7 @@ class ZeroEngine:
     def gather(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Name and whole fp32 tensor of one of KINDS for every parameter; every process must go through all of it."""
         for name, parameter in self.parameters.items():
-            yield name, self._whole(parameter, kind)
+            yield name, self.shares[name].join(self._part(parameter, kind))
 
     @torch.no_grad()
     def restore(self, source: TensorSource, kinds: tuple[str, ...] = KINDS) -> None:
@@ -135,7 +146,30 @@ class ZeroEngine:
         self._link_moments()
         for name, parameter in self.parameters.items():
             for kind in kinds:
-                self._write(parameter, kind, source(kind, name).to(self.world.device))
+                self._write(parameter, kind, self.shares[name].cut(source(kind, name)).to(self.device))
+
+    def _mark_shares(self) -> None:
+        """Tell DeepSpeed which gradients differ over the tensor group; sum there what each member sees in part."""
+        for name, parameter in self.parameters.items():
+            replicated = self.shares[name].dimension is None
+            parameter.tensor_model_parallel = not replicated  # type: ignore[attr-defined]
+            if replicated and self.config.parallel.sequence_parallel:
+                parameter.register_hook(self._sum_over_tensor_group)
+
+    def _sum_over_tensor_group(self, gradient: Tensor) -> Tensor:
+        total = gradient.float()
+        dist.all_reduce(total, group=self.layout.tensor.handle)
+        return total.to(gradient.dtype)
+
+    def _grad_norm(self) -> Tensor:
+        """The norm of the whole gradient, for stage 0, where DeepSpeed has none: replicated parts counted once."""
+        squares = torch.zeros(2, device=self.device)
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                squares[int(self.shares[name].dimension is None)] += parameter.grad.float().square().sum()
+        if self.layout.tensor.size > 1:
+            dist.all_reduce(squares[:1], group=self.layout.tensor.handle)
+        return squares.sum().sqrt()
 
     def _link_moments(self) -> None:
         # DeepSpeed 0.19 links parameters to their moments after the step of the first parameter group, when those of
@@ -144,7 +178,7 @@ class ZeroEngine:
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _whole(self, parameter: nn.Parameter, kind: str) -> Tensor:
+    def _part(self, parameter: nn.Parameter, kind: str) -> Tensor:
         if self.stage == 0:
             own = parameter if kind == "weight" else self.engine.basic_optimizer.state[parameter][kind]
             return own.detach()
@@ -167,8 +201,9 @@ class ZeroEngine:
     def _write_partition(self, parameter: Any, kind: str, value: Tensor) -> None:
         # DeepSpeed's own setter for whole tensors reads past the end of those that do not divide by the processes.
         size = parameter.ds_tensor.numel()
-        padded = nn.functional.pad(value.flatten(), (0, size * self.world.size - value.numel()))
-        own = padded[self.world.rank * size : (self.world.rank + 1) * size]
+        copies = self.layout.copies
+        padded = nn.functional.pad(value.flatten(), (0, size * copies.size - value.numel()))
+        own = padded[copies.rank * size : (copies.rank + 1) * size]
         if kind != "weight":
             safe_set_local_optimizer_state(parameter, own, kind)
             return
@@ -186,13 +221,14 @@ class ZeroEngine:
             lr=train.start_lr,
             betas=(train.beta1, train.beta2),
             eps=train.epsilon,
-            fused=self.world.device.type == "cuda",
+            fused=self.device.type == "cuda",
         )
 
     def _settings(self, accumulation_steps: int) -> dict[str, Any]:
         train, bf16 = self.config.train, self.config.train.precision == "bf16"
         return {
-            "train_batch_size": train.global_batch_size,
+            # In pieces of sequences, as DeepSpeed takes the whole context group for data parallel.
+            "train_batch_size": train.global_batch_size * self.layout.context.size,
             "train_micro_batch_size_per_gpu": train.micro_batch_size,
             "gradient_accumulation_steps": accumulation_steps,
             # Stage 0 has no norm of its own in fp32; `step` clips there.

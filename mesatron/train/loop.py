@@ -16,7 +16,7 @@ from mesatron_data.manifest import Manifest
 from mesatron_data.stream import TrainStream, ValidationSet
 from torch import Tensor
 
-from mesatron.config import Config, accumulation_steps, dump_config
+from mesatron.config import Config, accumulation_steps, data_parallel_size, dump_config
 from mesatron.errors import (
     REPORTED,
     ConfigError,
@@ -32,6 +32,7 @@ from mesatron.monitor.progress import Progress, Reading
 from mesatron.monitor.writer import Monitor
 from mesatron.parallel import distributed
 from mesatron.parallel.distributed import World
+from mesatron.parallel.layout import lay_out
 from mesatron.parallel.zero import ZeroEngine
 from mesatron.train.data import open_data
 from mesatron.train.environment import describe_environment
@@ -82,7 +83,9 @@ class Trainer:
         self.config, self.world, self.start = config, world, start
         self.texts = {"config.yaml": dump_config(config), "environment.json": json.dumps(environment, indent=1) + "\n"}
         self.kernel = world.from_first(self._choose_kernel)
-        self.accumulation_steps = world.from_first(lambda: accumulation_steps(config, world.size))
+        data_size = world.from_first(lambda: data_parallel_size(config, world.size))
+        self.accumulation_steps = world.from_first(lambda: accumulation_steps(config, data_size))
+        self.layout = lay_out(config, world)
         self.manifest: Manifest = world.from_first(lambda: open_data(config))
         self.timer = PhaseTimer(world.device)
         self.step = start.step
@@ -99,7 +102,7 @@ class Trainer:
         """Train from the resume point to `stop_at_step` or the last step."""
         last_step = min(self.config.train.steps, stop_at_step or self.config.train.steps)
         with ExitStack() as stack:
-            self.engine = ZeroEngine(self.config, self.world, self.accumulation_steps)
+            self.engine = ZeroEngine(self.config, self.layout, self.accumulation_steps)
             origin = StartState(self.start.checkpoint, self.engine, self.config)
             origin.initialize()
             self._rehearse()
@@ -131,8 +134,9 @@ class Trainer:
         begin = time.perf_counter()
         with self.timer.phase("data"):
             batch = next(self.stream)
-        targets, checksum = self.world.sum(float((batch.targets != IGNORED_TARGET).sum()), _checksum(batch.sample_ids))
-        micro_batches = batch.split(self.config.train.micro_batch_size)
+        micro_batches = [self.layout.piece(part) for part in batch.split(self.config.train.micro_batch_size)]
+        own_targets = float(sum((part.targets != IGNORED_TARGET).sum() for part in micro_batches))
+        targets, checksum = self.layout.sum(own_targets, _checksum(batch.sample_ids) / self.layout.context.size)
         loss_sum = torch.zeros((), device=self.world.device)
         for number, micro_batch in enumerate(micro_batches, start=1):
             with self.timer.phase("forward"):
@@ -149,7 +153,7 @@ class Trainer:
         self.seconds_since_log += time.perf_counter() - begin
         self._count_skipped(result.applied)
         if self._due(self.config.monitor.log_every_steps):
-            (global_loss_sum,) = self.world.sum(float(loss_sum))
+            (global_loss_sum,) = self.layout.sum(float(loss_sum))
             if self.world.is_first:
                 self._log(global_loss_sum / targets, lr, result.grad_norm, checksum)
 
@@ -172,7 +176,7 @@ class Trainer:
     def _validate(self) -> None:
         """Perplexity of the current weights on held-out text, in all processes together."""
         with self.engine.evaluating():
-            result = measure(self.engine.losses, iter(self.validation), self.manifest, self.world)
+            result = measure(self.engine.losses, iter(self.validation), self.manifest, self.layout)
         if self.world.is_first:
             by_source = {f"validation/loss_by_source/{name}": loss for name, loss in result.loss_by_source.items()}
             overall = {"validation/loss": result.loss, "validation/perplexity": result.perplexity}
@@ -202,12 +206,12 @@ class Trainer:
         Whatever it changes is overwritten by the restore that follows.
         """
         train, context = self.config.train, self.config.data.context_length
-        generator = torch.Generator().manual_seed(self.world.rank)
-        vocabulary = self.config.model.vocabulary_size
+        generator = torch.Generator().manual_seed(self.layout.copies.rank)
+        vocabulary, length = self.config.model.vocabulary_size, context // self.layout.context.size
         # With accumulation the second pass runs beside the gradients of the first.
         for last in [True] if self.accumulation_steps == 1 else [False, True]:
-            tokens = torch.randint(vocabulary, (train.micro_batch_size, context), generator=generator)
-            bounds = torch.arange(train.micro_batch_size + 1, dtype=torch.int32) * context
+            tokens = torch.randint(vocabulary, (train.micro_batch_size, length), generator=generator)
+            bounds = torch.arange(train.micro_batch_size + 1, dtype=torch.int32) * length
             losses = self.engine.losses(tokens, tokens, bounds)
             self.engine.backward(losses.sum(), float(train.global_batch_size * context), last)
         self.engine.step(lr=0.0)
@@ -215,12 +219,12 @@ class Trainer:
     def _open_data(self, state: dict[str, Any]) -> None:
         data, evaluate = self.config.data, self.config.evaluate
         self.stream = TrainStream(
-            str(data.folder), self.config.train.global_batch_size, self.world.rank, self.world.size,
+            str(data.folder), self.config.train.global_batch_size, self.layout.data.rank, self.layout.data.size,
             seed=self.config.train.seed, shuffle=data.shuffle, num_canonical_nodes=data.num_canonical_nodes,
             shuffle_block_size=data.shuffle_block_size, workers=data.workers, timeout_seconds=data.timeout_seconds,
         )  # fmt: skip
         self.validation = ValidationSet(
-            str(data.folder), evaluate.micro_batch_size, self.world.rank, self.world.size,
+            str(data.folder), evaluate.micro_batch_size, self.layout.data.rank, self.layout.data.size,
             max_samples=evaluate.max_sequences or None, workers=data.workers, timeout_seconds=data.timeout_seconds,
         )  # fmt: skip
         if "data" in state:
@@ -243,8 +247,9 @@ class Trainer:
             f"model      {config.model.mixer}, {config.model.parameter_count():,} parameters, {self.kernel} kernels, "
             f"{train.precision}",
             f"processes  {self.world.size} on {self.world.device.type}, ZeRO-{config.parallel.zero_stage}",
+            f"layout     {self.layout.describe()}",
             f"batch      {train.global_batch_size} sequences = {train.micro_batch_size} x {self.accumulation_steps} "
-            f"accumulation x {self.world.size} processes; {config.tokens_per_step:,} tokens per step",
+            f"accumulation x {self.layout.data.size} data-parallel; {config.tokens_per_step:,} tokens per step",
             f"data       {config.data.folder}, {self.stream.steps_per_epoch} steps per epoch, "
             f"{self.stream.dropped_samples} sequences left over",
             f"steps      {self.step} of {train.steps} done, checkpoint every {config.checkpoint.every_steps}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,13 +62,7 @@ class Backbone(nn.Module):
 
     def observed(self) -> tuple[dict[str, float], dict[str, Tensor]]:
         """What the mixers saw in the last forward pass, by tag: scalars, and tensors to look at as distributions."""
-        scalars: dict[str, float] = {}
-        distributions: dict[str, Tensor] = {}
-        for number, block in enumerate(self.blocks):
-            numbers, tensors = block.mixer.observed()  # type: ignore[union-attr, operator]
-            scalars |= {f"{name}/layer_{number:02d}": value for name, value in numbers.items()}
-            distributions |= {f"{name}/layer_{number:02d}": value for name, value in tensors.items()}
-        return scalars, distributions
+        return observed_by(dict(enumerate(self.blocks)))
 
     def decode(self, tokens: Tensor, states: list[Any] | None = None) -> tuple[Tensor, list[Any]]:
         """fp32 logits [B, vocabulary] after the last of `tokens` [B, T] and the state of every layer.
@@ -80,3 +75,14 @@ class Backbone(nn.Module):
             x, state = block(x, state, keep_state=True)
             after.append(state)
         return self.embedding(self.norm(x[:, -1])), after
+
+
+def observed_by(blocks: Mapping[int, nn.Module]) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """What the mixers of `blocks`, by number of layer, saw in their last forward pass, see `Backbone.observed`."""
+    scalars: dict[str, float] = {}
+    distributions: dict[str, Tensor] = {}
+    for number, block in blocks.items():
+        numbers, tensors = block.mixer.observed()  # type: ignore[union-attr, operator]
+        scalars |= {f"{name}/layer_{number:02d}": value for name, value in numbers.items()}
+        distributions |= {f"{name}/layer_{number:02d}": value for name, value in tensors.items()}
+    return scalars, distributions

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
+from mesatron_data.batch import Batch
 from torch import Tensor, nn
 
 from mesatron.config import Config
@@ -36,6 +37,7 @@ from mesatron.model.backbone import Backbone
 from mesatron.parallel.layout import Layout, ModelParallelUnit
 from mesatron.parallel.seams import SharedSeams
 from mesatron.parallel.shares import share_of, shares, whole_parameters
+from mesatron.train.timing import PhaseTimer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weight", *MOMENTS)
@@ -57,27 +59,37 @@ class ZeroEngine:
     def __init__(self, config: Config, layout: Layout, accumulation_steps: int) -> None:
         _quiet_deepspeed()
         self.config, self.layout, self.device = config, layout, layout.world.device
+        self.accumulation_steps = accumulation_steps
         self.stage = config.parallel.zero_stage
-        unit = ModelParallelUnit(layout) if layout.copies.handle else None
-        settings = self._settings(accumulation_steps)
+        self.seams = SharedSeams(config, layout)
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-        with deepspeed.zero.Init(
-            config_dict_or_path=settings, enabled=self.stage == 3, data_parallel_group=layout.copies.handle, mpu=unit
-        ):
-            model = Backbone(share_of(config.model, layout.tensor.size), SharedSeams(config, layout))
+        model, unit = self._build()
         if self.stage < 3:
             model = model.to(self.device)
-        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.parameters = {self._whole_name(name): parameter for name, parameter in model.named_parameters()}
         local = {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
         self.whole = whole_parameters(config.model)
         self.shares = shares(self.whole, local, layout.tensor)
         self._mark_shares()
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=self._optimizer(model), config=settings, mpu=unit)
+        optimizer = self._optimizer()
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=self._settings(), mpu=unit)
 
-    @property
-    def module(self) -> Backbone:
-        """The model; under ZeRO-3 its parameters are whole only inside a forward or backward pass."""
-        return self.engine.module
+    def _build(self) -> tuple[nn.Module, ModelParallelUnit | None]:
+        """This process's share of the model, and the groups to tell DeepSpeed of."""
+        copies = self.layout.copies.handle
+        unit = ModelParallelUnit(self.layout) if copies else None
+        with deepspeed.zero.Init(
+            config_dict_or_path=self._settings(), enabled=self.stage == 3, data_parallel_group=copies, mpu=unit
+        ):
+            return Backbone(share_of(self.config.model, self.layout.tensor.size), self.seams), unit
+
+    def _whole_name(self, name: str) -> str:
+        """The name in a whole Backbone of a parameter of this process's model."""
+        return name
+
+    def owned(self) -> list[str]:
+        """The parameters whose whole tensors this process writes into checkpoints."""
+        return list(self.whole)[self.layout.world.rank :: self.layout.world.size]
 
     def shapes(self) -> dict[str, torch.Size]:
         """Whole shape of every parameter of the model, in an order that is the same in every process."""
@@ -85,10 +97,13 @@ class ZeroEngine:
 
     def losses(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
         """`Backbone.forward` of tensors on the host; documents are told apart if the config says so."""
-        device = self.device
-        documents = cu_seqlens.to(device) if self.config.data.reset_state_at_documents else None
+        documents = cu_seqlens.to(self.device) if self.config.data.reset_state_at_documents else None
         chunk_tokens = self.config.train.loss_chunk_tokens
-        return self.engine(tokens.to(device), targets.to(device), documents, chunk_tokens)
+        return self.engine(tokens.to(self.device), targets.to(self.device), documents, chunk_tokens)
+
+    def observed(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """What this process's mixers saw in the last forward pass, see `Backbone.observed`."""
+        return self.engine.module.observed()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -97,25 +112,38 @@ class ZeroEngine:
         yield
         self.engine.train()
 
-    def backward(self, loss_sum: Tensor, global_targets: float, last: bool) -> None:
-        """Add the gradients of this process's `loss_sum` / `global_targets`; `last` ends the accumulation.
+    def update(
+        self, micro_batches: Sequence[Batch], global_targets: float, lr: float, timer: PhaseTimer
+    ) -> tuple[Tensor, StepResult]:
+        """One optimizer step on the mean loss over the `global_targets` targets of all processes' micro-batches.
 
-        DeepSpeed averages gradients over the copies of a parameter, so the loss is first multiplied by their number: the
-        result is the gradient of the mean over all targets of the global batch, however it is split.
+        Returns the sum of this process's losses. DeepSpeed averages gradients over the copies of a parameter, so a loss
+        is first multiplied by their number: the result is the gradient of the mean, however the batch is split. A
+        non-finite gradient in any process leaves everything as it was.
         """
-        self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss_sum * (self.layout.copies.size / global_targets), scale_wrt_gas=False)
+        loss_sum = torch.zeros((), device=self.device)
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            with timer.phase("forward"):
+                loss = self.losses(micro_batch.tokens, micro_batch.targets, micro_batch.cu_seqlens).sum()
+            with timer.phase("backward"):
+                self.engine.set_gradient_accumulation_boundary(number == len(micro_batches))
+                self.engine.backward(loss * (self.layout.copies.size / global_targets), scale_wrt_gas=False)
+            loss_sum += loss.detach()
+        self._set_lr(lr)
+        with timer.phase("step"):
+            return loss_sum, self._step()
 
-    def step(self, lr: float) -> StepResult:
-        """Clip and apply the accumulated gradients; a non-finite gradient in any process leaves all as they were."""
+    def _set_lr(self, lr: float) -> None:
         for group in self.engine.basic_optimizer.param_groups:
             group["lr"] = lr
+
+    def _step(self) -> StepResult:
         if self.stage == 0:
             grad_norm = self._grad_norm()
-            nn.utils.clip_grads_with_norm_(self.module.parameters(), self.config.train.clip_grad_norm, grad_norm)
+            nn.utils.clip_grads_with_norm_(self.parameters.values(), self.config.train.clip_grad_norm, grad_norm)
             applied = bool(grad_norm.isfinite())
             if not applied:
-                self.module.zero_grad(set_to_none=True)  # the optimizer passes over parameters without gradient
+                self.engine.module.zero_grad(set_to_none=True)  # the optimizer passes over parameters without gradient
             self.engine.step()
             return StepResult(float(grad_norm), applied)
         self.engine.step()
@@ -212,10 +240,10 @@ class ZeroEngine:
         if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # small parameters stay whole in every process
             parameter.data.copy_(value)
 
-    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+    def _optimizer(self) -> torch.optim.Optimizer:
         train = self.config.train
-        decayed = [p for p in model.parameters() if p.info.weight_decay]  # type: ignore[attr-defined]
-        others = [p for p in model.parameters() if not p.info.weight_decay]  # type: ignore[attr-defined]
+        decayed = [p for name, p in self.parameters.items() if self.shares[name].info.weight_decay]
+        others = [p for name, p in self.parameters.items() if not self.shares[name].info.weight_decay]
         return torch.optim.AdamW(
             [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=train.start_lr,
@@ -224,13 +252,13 @@ class ZeroEngine:
             fused=self.device.type == "cuda",
         )
 
-    def _settings(self, accumulation_steps: int) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         train, bf16 = self.config.train, self.config.train.precision == "bf16"
         return {
             # In pieces of sequences, as DeepSpeed takes the whole context group for data parallel.
             "train_batch_size": train.global_batch_size * self.layout.context.size,
             "train_micro_batch_size_per_gpu": train.micro_batch_size,
-            "gradient_accumulation_steps": accumulation_steps,
+            "gradient_accumulation_steps": self.accumulation_steps,
             # Stage 0 has no norm of its own in fp32; `step` clips there.
             "gradient_clipping": train.clip_grad_norm if self.stage else 0.0,
             "zero_optimization": {"stage": self.stage, "overlap_comm": False},
@@ -240,6 +268,8 @@ class ZeroEngine:
             # Micro-batch gradients of 1e-3 of their sum would vanish in bf16's 8 bits.
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": "fp32",
+            # Under sequence parallelism the processes of a tensor group hold different tokens: nothing to split there.
+            "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
             "steps_per_print": None,
         }
 

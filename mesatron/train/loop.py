@@ -11,7 +11,7 @@ from typing import Any
 
 import mesatron_kernels
 import torch
-from mesatron_data.batch import IGNORED_TARGET
+from mesatron_data.batch import IGNORED_TARGET, Batch
 from mesatron_data.manifest import Manifest
 from mesatron_data.stream import TrainStream, ValidationSet
 from torch import Tensor
@@ -32,8 +32,8 @@ from mesatron.monitor.progress import Progress, Reading
 from mesatron.monitor.writer import Monitor
 from mesatron.parallel import distributed
 from mesatron.parallel.distributed import World
+from mesatron.parallel.engine import build_engine
 from mesatron.parallel.layout import lay_out
-from mesatron.parallel.zero import ZeroEngine
 from mesatron.train.data import open_data
 from mesatron.train.environment import describe_environment
 from mesatron.train.run import ResumePoint, Run
@@ -102,7 +102,7 @@ class Trainer:
         """Train from the resume point to `stop_at_step` or the last step."""
         last_step = min(self.config.train.steps, stop_at_step or self.config.train.steps)
         with ExitStack() as stack:
-            self.engine = ZeroEngine(self.config, self.layout, self.accumulation_steps)
+            self.engine = build_engine(self.config, self.layout, self.accumulation_steps)
             origin = StartState(self.start.checkpoint, self.engine, self.config)
             origin.initialize()
             self._rehearse()
@@ -137,25 +137,17 @@ class Trainer:
         micro_batches = [self.layout.piece(part) for part in batch.split(self.config.train.micro_batch_size)]
         own_targets = float(sum((part.targets != IGNORED_TARGET).sum() for part in micro_batches))
         targets, checksum = self.layout.sum(own_targets, _checksum(batch.sample_ids) / self.layout.context.size)
-        loss_sum = torch.zeros((), device=self.world.device)
-        for number, micro_batch in enumerate(micro_batches, start=1):
-            with self.timer.phase("forward"):
-                losses = self.engine.losses(micro_batch.tokens, micro_batch.targets, micro_batch.cu_seqlens)
-                loss = losses.sum()
-            with self.timer.phase("backward"):
-                self.engine.backward(loss, targets, last=number == len(micro_batches))
-            loss_sum += loss.detach()
         lr = learning_rate(self.config.train, self.step + 1)
-        with self.timer.phase("step"):
-            result = self.engine.step(lr)
+        loss_sum, result = self.engine.update(micro_batches, targets, lr, self.timer)
         self.step += 1
         self.tokens_seen += self.config.tokens_per_step
         self.seconds_since_log += time.perf_counter() - begin
         self._count_skipped(result.applied)
         if self._due(self.config.monitor.log_every_steps):
             (global_loss_sum,) = self.layout.sum(float(loss_sum))
+            observed = self._observe()
             if self.world.is_first:
-                self._log(global_loss_sum / targets, lr, result.grad_norm, checksum)
+                self._log(global_loss_sum / targets, lr, result.grad_norm, checksum, *observed)
 
     def _count_skipped(self, applied: bool) -> None:
         if applied:
@@ -205,16 +197,17 @@ class Trainer:
 
         Whatever it changes is overwritten by the restore that follows.
         """
-        train, context = self.config.train, self.config.data.context_length
+        train, length = self.config.train, self.config.data.context_length // self.layout.context.size
         generator = torch.Generator().manual_seed(self.layout.copies.rank)
-        vocabulary, length = self.config.model.vocabulary_size, context // self.layout.context.size
-        # With accumulation the second pass runs beside the gradients of the first.
-        for last in [True] if self.accumulation_steps == 1 else [False, True]:
-            tokens = torch.randint(vocabulary, (train.micro_batch_size, length), generator=generator)
-            bounds = torch.arange(train.micro_batch_size + 1, dtype=torch.int32) * length
-            losses = self.engine.losses(tokens, tokens, bounds)
-            self.engine.backward(losses.sum(), float(train.global_batch_size * context), last)
-        self.engine.step(lr=0.0)
+        shape = train.micro_batch_size, length
+        tokens = torch.randint(self.config.model.vocabulary_size, shape, generator=generator)
+        bounds = torch.arange(train.micro_batch_size + 1, dtype=torch.int32) * length
+        batch = Batch(tokens, tokens, bounds, torch.zeros_like(tokens), torch.zeros(train.micro_batch_size))
+        # With accumulation the second pass runs beside the gradients of the first; a pipeline knows no shorter step.
+        passes = self.accumulation_steps if self.layout.pipeline.size > 1 else min(2, self.accumulation_steps)
+        targets = float(train.global_batch_size * self.config.data.context_length)
+        self.engine.update([batch] * passes, targets, 0.0, self.timer)
+        self.timer.read()
 
     def _open_data(self, state: dict[str, Any]) -> None:
         data, evaluate = self.config.data, self.config.evaluate
@@ -256,7 +249,21 @@ class Trainer:
         ]:
             self.progress.say(line)
 
-    def _log(self, loss: float, lr: float, grad_norm: float, checksum: float) -> None:
+    def _observe(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """What the mixers saw, of every layer in the first process that holds it; complete in the first process."""
+        leads = self.layout.tensor.rank == 0 and self.layout.copies.rank == 0
+        scalars, distributions = self.engine.observed() if leads else ({}, {})
+        if self.layout.pipeline.size > 1:
+            for other_scalars, others in self.world.gather(
+                (scalars, {tag: x.cpu() for tag, x in distributions.items()})
+            ):
+                scalars, distributions = scalars | other_scalars, distributions | others
+        return scalars, distributions
+
+    def _log(
+        self, loss: float, lr: float, grad_norm: float, checksum: float,
+        observed: dict[str, float], distributions: dict[str, Tensor],
+    ) -> None:  # fmt: skip
         """The step's figures, to TensorBoard, metrics.jsonl and the terminal."""
         seconds, steps = self.seconds_since_log, self.step - self.logged_step
         tokens_per_second = steps * self.config.tokens_per_step / seconds
@@ -273,7 +280,6 @@ class Trainer:
             "memory/peak_bytes": self._peak_memory(),
         }
         scalars |= {f"time/{phase}_seconds": total / steps for phase, total in phases.items()}
-        observed, distributions = self.engine.module.observed()
         self.monitor.scalars(self.step, scalars | observed)
         if self._due(self.config.monitor.histogram_every_steps):
             for tag, values in distributions.items():

@@ -30,7 +30,7 @@ def save(
     root, step = config.run_folder / "checkpoints", state["step"]
     writer = CheckpointWriter(root, step, world.rank, world.size, attempt)
     shapes = engine.shapes()
-    owned = list(shapes)[world.rank :: world.size]
+    owned = engine.owned()
 
     def stream(kind: str, prefix: str) -> Iterator[tuple[str, Tensor]]:
         own = set(owned)

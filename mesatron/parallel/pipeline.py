@@ -1,0 +1,175 @@
+"""Pipeline parallelism: every process holds a run of whole blocks, micro-batches flow through them (DeepSpeed's 1F1B).
+
+The first stage embeds, the last one scores with the same weight, whose two copies DeepSpeed keeps equal by summing their
+gradients. Context parallelism lies inside DeepSpeed's data axis.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from mesatron_data.batch import Batch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mesatron.config import ModelConfig
+from mesatron.model.backbone import Block, observed_by
+from mesatron.model.embedding import TiedEmbedding
+from mesatron.model.norm import RMSNorm
+from mesatron.model.seams import Seams
+from mesatron.parallel.shares import share_of
+from mesatron.parallel.zero import StepResult, ZeroEngine
+from mesatron.train.timing import PhaseTimer
+
+EMBEDDING = "embedding"
+Carried = Tensor | tuple[Tensor, Tensor]
+"""What stages hand on: hidden states, and cu_seqlens where documents are told apart."""
+
+
+def stage_bounds(config: ModelConfig, stages: int) -> list[int]:
+    """First block of every stage, and the number of blocks at the end: [stages + 1].
+
+    The output layer costs as much as the blocks that have as many parameters, so the last stage gets fewer of them;
+    which number is found by trying all.
+    """
+    embedding = config.vocabulary_size * config.width
+    output_in_blocks = embedding / ((config.parameter_count() - embedding) / config.layers)
+
+    def slowest(in_last: int) -> float:
+        return max(-(-(config.layers - in_last) // (stages - 1)), in_last + output_in_blocks)
+
+    in_last = min(range(1, config.layers - stages + 2), key=slowest)
+    others = config.layers - in_last
+    return [others * stage // (stages - 1) for stage in range(stages)] + [config.layers]
+
+
+class StageBlock(Block):
+    """A Block that takes and gives what stages hand on."""
+
+    def forward(self, carried: Carried) -> Carried:  # type: ignore[override]
+        x, cu_seqlens = carried if isinstance(carried, tuple) else (carried, None)
+        x, _ = super().forward(x, cu_seqlens=cu_seqlens)
+        return x if cu_seqlens is None else (x, cu_seqlens)
+
+
+class StageNorm(RMSNorm):
+    """The final norm, which ends the documents' way."""
+
+    def forward(self, carried: Carried) -> Tensor:  # type: ignore[override]
+        return super().forward(carried[0] if isinstance(carried, tuple) else carried)
+
+
+class EmbeddingSpec(TiedLayerSpec):
+    """The embedding, at either end of the model."""
+
+    def __init__(self, config: ModelConfig, seams: Seams, forward: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__(EMBEDDING, TiedEmbedding, config, seams, forward_fn=forward)
+
+    def build(self, log: bool = False) -> TiedEmbedding:
+        config, seams = self.module_args
+        return seams.embedding(config)
+
+
+def _embed(embedding: nn.Module, inputs: Carried) -> Carried:
+    if not isinstance(inputs, tuple):
+        return embedding(inputs)
+    tokens, cu_seqlens = inputs
+    return embedding(tokens.reshape(1, -1)), cu_seqlens
+
+
+def _hand_over(embedding: nn.Module, hidden: Tensor) -> Tensor:
+    return hidden  # the loss function scores it, which alone knows the targets
+
+
+class Stages(PipelineModule):
+    """The layers embedding, blocks, norm, embedding of a share of a model, cut into stages at `bounds`."""
+
+    def __init__(
+        self, config: ModelConfig, seams: Seams, bounds: list[int], topology: Any, loss: Callable[..., Tensor]
+    ) -> None:
+        layers = [
+            EmbeddingSpec(config, seams, _embed),
+            *(LayerSpec(StageBlock, config, seams) for _ in range(config.layers)),
+            LayerSpec(StageNorm, (config.width,), config.norm_epsilon),
+            EmbeddingSpec(config, seams, _hand_over),
+        ]
+        self.parts = [0, *(bound + 1 for bound in bounds[1:-1]), len(layers)]
+        super().__init__(layers, topology=topology, loss_fn=loss)
+
+    def _partition_layers(self, method: str = "") -> None:
+        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
+
+
+class PipelineEngine(ZeroEngine):
+    """One stage of a model. Every process gets the same micro-batches; the last stage computes the losses."""
+
+    def _build(self) -> tuple[nn.Module, None]:
+        layout, model = self.layout, self.config.model
+        topology = PipeModelDataParallelTopology(layout.pipeline.size, layout.tensor.size, layout.copies.size)
+        bounds = stage_bounds(model, layout.pipeline.size)
+        share = share_of(model, layout.tensor.size)
+        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed lists the layers
+            return Stages(share, self.seams, bounds, topology, self._loss), None  # whose grid is its mpu
+
+    def _whole_name(self, name: str) -> str:
+        layer, _, rest = name.partition(".")
+        if layer == "tied_modules":
+            return rest
+        number = int(layer) - 1
+        return f"blocks.{number}.{rest}" if number < self.config.model.layers else f"norm.{rest}"
+
+    def owned(self) -> list[str]:
+        own = [name for name in self.parameters if self.layout.pipeline.rank == 0 or not name.startswith(EMBEDDING)]
+        processes = self.layout.world.size // self.layout.pipeline.size
+        return own[self.layout.world.rank % processes :: processes]
+
+    def observed(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+        blocks = {int(n) - 1: b for n, b in self.engine.module.named_children() if isinstance(b, StageBlock)}
+        return observed_by(blocks)
+
+    def losses(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """As in ZeroEngine, in the last stage; zeros in the others."""
+        self.engine.reset_activation_shape()  # else the stages expect the shape of the last micro-batch
+        self.engine.total_loss = None
+        self.token_losses = torch.zeros(targets.shape)
+        flow = iter([self._flow(tokens, targets, cu_seqlens)])
+        self.engine.eval_batch(flow, reduce_output=None, bcast_loss=False, num_micro_batches=1)
+        return self.token_losses
+
+    def update(
+        self, micro_batches: Sequence[Batch], global_targets: float, lr: float, timer: PhaseTimer
+    ) -> tuple[Tensor, StepResult]:
+        """As in ZeroEngine; forward, backward and step are one schedule."""
+        self._set_lr(lr)
+        self.loss_sum = torch.zeros((), device=self.device)
+        # DeepSpeed divides by the number of micro-batches, and averages over copies.
+        self.loss_factor = len(micro_batches) * self.layout.copies.size / global_targets
+        self.engine.reset_activation_shape()
+        with timer.phase("pipeline"):
+            self.engine.train_batch(iter([self._flow(b.tokens, b.targets, b.cu_seqlens) for b in micro_batches]))
+        grad_norm = float(self.engine.get_global_grad_norm())
+        return self.loss_sum, StepResult(grad_norm, self.engine.was_step_applied())
+
+    def _flow(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> tuple[Carried, Tensor]:
+        """What the first stage takes in and what the last one compares with."""
+        if not self.config.data.reset_state_at_documents:
+            return tokens, targets
+        # Of one length in all micro-batches, as the stages' buffers are: filled up with empty documents at the end.
+        length = tokens.numel()
+        return (tokens, F.pad(cu_seqlens, (0, length + 1 - len(cu_seqlens)), value=length)), targets
+
+    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        embedding = self.engine.module.tied_modules[EMBEDDING]
+        losses = embedding(self.seams.enter(hidden), targets, self.config.train.loss_chunk_tokens)
+        if not self.engine.module.training:
+            self.token_losses = losses
+            return losses.sum()
+        loss = losses.sum()
+        self.loss_sum += loss.detach()
+        return loss * self.loss_factor

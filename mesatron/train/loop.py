@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 import time
@@ -19,6 +20,7 @@ from torch import Tensor
 from mesatron.config import Config, accumulation_steps, data_parallel_size, dump_config
 from mesatron.errors import (
     REPORTED,
+    CheckpointError,
     ConfigError,
     MemoryExhaustedError,
     NonFiniteError,
@@ -58,7 +60,7 @@ def train(config: Config, stop_at_step: int | None = None, allow_changes: bool =
         if stop_at_step and start.step >= stop_at_step and start.step < config.train.steps:
             raise world.raised_by_all(_stopped(start.step, config))
         if start.step < config.train.steps:
-            Trainer(config, world, start, environment).run(stop_at_step)
+            Trainer(config, world, start, environment, allow_changes).run(stop_at_step)
         elif world.is_first:
             print(f"{config.run_folder} is complete: step {start.step} of {config.train.steps} is saved.")
     except BaseException as error:
@@ -76,11 +78,18 @@ def train(config: Config, stop_at_step: int | None = None, allow_changes: bool =
             distributed.stop()
 
 
+PROBE_SEQUENCES = 8
+PROBE_TOLERANCES = {"fp32": 1e-4, "bf16": 2e-3}
+"""Largest relative change of the probe's loss between saving and resuming: rounding of another layout."""
+
+
 class Trainer:
     """One attempt at a run, in one of its processes."""
 
-    def __init__(self, config: Config, world: World, start: ResumePoint, environment: dict[str, Any]) -> None:
-        self.config, self.world, self.start = config, world, start
+    def __init__(
+        self, config: Config, world: World, start: ResumePoint, environment: dict[str, Any], allow_changes: bool
+    ) -> None:
+        self.config, self.world, self.start, self.allow_changes = config, world, start, allow_changes
         self.texts = {"config.yaml": dump_config(config), "environment.json": json.dumps(environment, indent=1) + "\n"}
         self.kernel = world.from_first(self._choose_kernel)
         data_size = world.from_first(lambda: data_parallel_size(config, world.size))
@@ -118,6 +127,7 @@ class Trainer:
                 stack.callback(self.monitor.close)
                 self.progress = stack.enter_context(Progress(self.config.train.steps, self.start.step))
                 self._announce()
+            self._check_probe(origin.state.get("probe_loss"))
             if self.step == 0:
                 self._validate()
             while self.step < last_step:
@@ -175,6 +185,29 @@ class Trainer:
             self.monitor.scalars(self.step, overall | by_source)
             self._say(f"step {self.step}: validation loss {result.loss:.4f}, perplexity {result.perplexity:.2f}")
 
+    def _probe(self) -> float | None:
+        """The loss on a few held-out sequences, the same ones in every layout; None if it is not finite."""
+        with self.engine.evaluating():
+            loss = measure(self.engine.losses, self.validation.first(PROBE_SEQUENCES), self.manifest, self.layout).loss
+        return loss if math.isfinite(loss) else None
+
+    def _check_probe(self, saved: float | None) -> None:
+        """Prove that the weights arrived: the checkpoint's own loss must come out again, whatever layout wrote it."""
+        if saved is None:
+            return
+        found, tolerance = self._probe(), PROBE_TOLERANCES[self.config.train.precision]
+        if found is not None and abs(found - saved) <= tolerance * saved:
+            return
+        difference = f"{self.start.checkpoint} gives a loss of {found} on {PROBE_SEQUENCES} held-out sequences"
+        if self.allow_changes:
+            self._say(f"note       {difference}; it was {saved} when it was saved.")
+            return
+        error = CheckpointError(
+            f"{difference}, but {saved} was saved with it: other weights are in place than were saved; use another "
+            "checkpoint, or pass --allow-changes if settings changed that explain it."
+        )
+        raise self.world.raised_by_all(error)
+
     def _save(self) -> None:
         """A checkpoint of this step; what was recorded up to it reaches the disk first, or a kill would lose points."""
         if self.world.is_first:
@@ -187,6 +220,7 @@ class Trainer:
             "skipped_in_a_row": self.skipped_in_a_row,
             "data": self.stream.state_dict(),
             "tokenizer_sha256": self.manifest.tokenizer_sha256,
+            "probe_loss": self._probe(),
             "world_size": self.world.size,
         }
         path = save(self.engine, self.config, self.world, self.start.attempt, state, self.texts)

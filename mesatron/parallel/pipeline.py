@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -83,21 +83,21 @@ def _embed(embedding: nn.Module, inputs: Carried) -> Carried:
     return embedding(tokens.reshape(1, -1)), cu_seqlens
 
 
-def _hand_over(embedding: nn.Module, hidden: Tensor) -> Tensor:
-    return hidden  # the loss function scores it, which alone knows the targets
-
-
 class Stages(PipelineModule):
-    """The layers embedding, blocks, norm, embedding of a share of a model, cut into stages at `bounds`."""
+    """The layers embedding, blocks, norm, embedding of a share of a model, cut into stages at `bounds`.
+
+    `score` makes the losses of a micro-batch from the embedding and the last hidden states; `loss` their sum.
+    """
 
     def __init__(
-        self, config: ModelConfig, seams: Seams, bounds: list[int], topology: Any, loss: Callable[..., Tensor]
-    ) -> None:
+        self, config: ModelConfig, seams: Seams, bounds: list[int], topology: Any,
+        score: Callable[[nn.Module, Tensor], Tensor], loss: Callable[[Tensor, None], Tensor],
+    ) -> None:  # fmt: skip
         layers = [
             EmbeddingSpec(config, seams, _embed),
             *(LayerSpec(StageBlock, config, seams) for _ in range(config.layers)),
             LayerSpec(StageNorm, (config.width,), config.norm_epsilon),
-            EmbeddingSpec(config, seams, _hand_over),
+            EmbeddingSpec(config, seams, score),
         ]
         self.parts = [0, *(bound + 1 for bound in bounds[1:-1]), len(layers)]
         super().__init__(layers, topology=topology, loss_fn=loss)
@@ -114,8 +114,9 @@ class PipelineEngine(ZeroEngine):
         topology = PipeModelDataParallelTopology(layout.pipeline.size, layout.tensor.size, layout.copies.size)
         bounds = stage_bounds(model, layout.pipeline.size)
         share = share_of(model, layout.tensor.size)
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed lists the layers
-            return Stages(share, self.seams, bounds, topology, self._loss), None  # whose grid is its mpu
+        # DeepSpeed lists the layers, and makes the tied weights equal in a way that would otherwise enter the graph.
+        with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
+            return Stages(share, self.seams, bounds, topology, self._score, self._loss), None  # whose grid is its mpu
 
     def _whole_name(self, name: str) -> str:
         layer, _, rest = name.partition(".")
@@ -135,10 +136,9 @@ class PipelineEngine(ZeroEngine):
 
     def losses(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
         """As in ZeroEngine, in the last stage; zeros in the others."""
-        self.engine.reset_activation_shape()  # else the stages expect the shape of the last micro-batch
         self.engine.total_loss = None
         self.token_losses = torch.zeros(targets.shape)
-        flow = iter([self._flow(tokens, targets, cu_seqlens)])
+        flow = self._flow([(tokens, targets, cu_seqlens)])
         self.engine.eval_batch(flow, reduce_output=None, bcast_loss=False, num_micro_batches=1)
         return self.token_losses
 
@@ -150,24 +150,32 @@ class PipelineEngine(ZeroEngine):
         self.loss_sum = torch.zeros((), device=self.device)
         # DeepSpeed divides by the number of micro-batches, and averages over copies.
         self.loss_factor = len(micro_batches) * self.layout.copies.size / global_targets
-        self.engine.reset_activation_shape()
         with timer.phase("pipeline"):
-            self.engine.train_batch(iter([self._flow(b.tokens, b.targets, b.cu_seqlens) for b in micro_batches]))
+            self.engine.train_batch(self._flow([(b.tokens, b.targets, b.cu_seqlens) for b in micro_batches]))
         grad_norm = float(self.engine.get_global_grad_norm())
         return self.loss_sum, StepResult(grad_norm, self.engine.was_step_applied())
 
-    def _flow(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> tuple[Carried, Tensor]:
-        """What the first stage takes in and what the last one compares with."""
+    def _flow(self, micro_batches: list[tuple[Tensor, Tensor, Tensor]]) -> Iterator[tuple[Carried, None]]:
+        """What the first stage takes in; the targets wait for their micro-batch to arrive in the last one."""
+        self.engine.reset_activation_shape()  # else the stages expect micro-batches as large as those before
+        self.targets = iter([targets for _, targets, _ in micro_batches])
+        return iter([(self._inputs(tokens, cu_seqlens), None) for tokens, _, cu_seqlens in micro_batches])
+
+    def _inputs(self, tokens: Tensor, cu_seqlens: Tensor) -> Carried:
         if not self.config.data.reset_state_at_documents:
-            return tokens, targets
+            return tokens
         # Of one length in all micro-batches, as the stages' buffers are: filled up with empty documents at the end.
         length = tokens.numel()
-        return (tokens, F.pad(cu_seqlens, (0, length + 1 - len(cu_seqlens)), value=length)), targets
+        return tokens, F.pad(cu_seqlens, (0, length + 1 - len(cu_seqlens)), value=length)
 
-    def _loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        embedding = self.engine.module.tied_modules[EMBEDDING]
-        losses = embedding(self.seams.enter(hidden), targets, self.config.train.loss_chunk_tokens)
-        if not self.engine.module.training:
+    def _score(self, embedding: nn.Module, hidden: Tensor) -> Tensor:
+        """The losses of the next micro-batch. They are the stage's output, since DeepSpeed drops bf16 gradients that
+        arise outside of it."""
+        targets = next(self.targets).to(self.device)
+        return embedding(self.seams.enter(hidden), targets, self.config.train.loss_chunk_tokens)
+
+    def _loss(self, losses: Tensor, _: None) -> Tensor:
+        if not losses.requires_grad:
             self.token_losses = losses
             return losses.sum()
         loss = losses.sum()

@@ -135,6 +135,27 @@ def generate(
 
 
 @app.command()
+def prove(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for data, runs and logs.")],
+    processes: Annotated[int, typer.Option(min=2, help="Largest number of processes to use.")] = 4,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each run.")] = 20,
+) -> None:
+    """Train a tiny model in every layout that fits, and compare each with one process."""
+    from mesatron.prove.layouts import CASES
+    from mesatron.prove.table import Prover, table
+    from mesatron.prove.worlds import server
+
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(f"{folder} exists; name a folder that is to be made.") from None
+    with server() as context:
+        fitting = [case for case in CASES if case.processes <= processes]
+        hold = table(Prover(context, folder, steps), fitting, typer.echo)
+    _leave(0 if hold else 1)
+
+
+@app.command()
 def summary(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]) -> None:
     """What a run came to."""
     from mesatron.summary import summarize

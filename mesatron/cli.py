@@ -143,16 +143,14 @@ def prove(
     """Train a tiny model in every layout that fits, and compare each with one process."""
     from mesatron.prove.layouts import CASES
     from mesatron.prove.table import Prover, table
-    from mesatron.prove.worlds import server
+    from mesatron.prove.worlds import fork_server
 
     try:
         folder.mkdir(parents=True)
     except FileExistsError:
         raise ConfigError(f"{folder} exists; name a folder that is to be made.") from None
-    with server() as context:
-        fitting = [case for case in CASES if case.processes <= processes]
-        hold = table(Prover(context, folder, steps), fitting, typer.echo)
-    _leave(0 if hold else 1)
+    fitting = [case for case in CASES if case.processes <= processes]
+    _leave(0 if table(Prover(fork_server(), folder, steps), fitting, typer.echo) else 1)
 
 
 @app.command()

@@ -15,8 +15,8 @@ from mesatron.model.embedding import TiedEmbedding
 class Seams:
     """What stands at these places in a whole model, which is nothing. Others may compute a share of it.
 
-    A mixer or MLP between `enter` and `leave` may hold a share of the heads or channels; `convolve` and `mesa` are where
-    a mixer looks at other tokens, which may lie elsewhere.
+    A mixer or MLP between `enter` and `leave` may hold a share of the heads or channels; `convolve` and `mesa` are
+    where a mixer looks at other tokens, which may lie elsewhere.
     """
 
     def embedding(self, config: ModelConfig) -> TiedEmbedding:

@@ -2,10 +2,10 @@
 
 What a process has to know of all tokens before its run is one state. The state after a run is decay * state before +
 summary, with decay the product of the run's forget gates and summary the state after it from an empty start. So each
-process summarises its run, all exchange summaries, and each combines those to its left (paper section 2: the recurrences
-are linear in the state). What is sent does not grow with the number of tokens, in the backward pass neither: there each
-process gets the gradient of its summary from all those to its right. The convolution borrows the last tokens of the run
-to the left.
+process summarises its run, all exchange summaries, and each combines those to its left (paper section 2: the
+recurrences are linear in the state). What is sent does not grow with the number of tokens, in the backward pass
+neither: there each process gets the gradient of its summary from all those to its right. The convolution borrows the
+last tokens of the run to the left.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ContextParallel:
 
 
 def summarize(k: Tensor, v: Tensor, log_gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """State [H; G] [B, h, D + Dv, D] after the tokens [B, T, h, ...] from an empty start; log decay [B, h] over them."""
+    """State [H; G] [B, h, D + Dv, D] after tokens [B, T, h, ...] from an empty start; log decay [B, h] over them."""
     with torch.autocast(k.device.type, enabled=False):
         k, v = at_least_fp32(k), at_least_fp32(v)
         weighted = k * (_decay_after(log_gamma, 1) * beta).to(k.dtype).unsqueeze(-1)

@@ -1,7 +1,7 @@
 """Who shares what: this process's place in the tensor, context, data and pipeline groups of a run.
 
-Ranks count tensor first, then context, data and pipeline: rank = t + T (c + C (d + D p)). megatron-core makes the groups;
-DeepSpeed's pipeline topology numbers its processes in the same order.
+Ranks count tensor first, then context, data and pipeline: rank = t + T (c + C (d + D p)). megatron-core makes the
+groups; DeepSpeed's pipeline topology numbers its processes in the same order.
 """
 
 from __future__ import annotations

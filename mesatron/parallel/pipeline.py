@@ -1,7 +1,7 @@
 """Pipeline parallelism: every process holds a run of whole blocks, micro-batches flow through them (DeepSpeed's 1F1B).
 
-The first stage embeds, the last one scores with the same weight, whose two copies DeepSpeed keeps equal by summing their
-gradients. Context parallelism lies inside DeepSpeed's data axis.
+The first stage embeds, the last one scores with the same weight, whose two copies DeepSpeed keeps equal by summing
+their gradients. Context parallelism lies inside DeepSpeed's data axis.
 """
 
 from __future__ import annotations

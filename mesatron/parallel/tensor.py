@@ -1,10 +1,10 @@
 """Tensor and sequence parallelism: every process holds some heads, MLP channels and rows of the vocabulary.
 
-A mixer or MLP of a share of the heads or channels gives a share of the sum that its output projection forms. So a model
-built with the share's sizes is right once its input's gradient and its output are summed over the tensor-parallel group:
-one collective each way per mixer and MLP, whatever the number of projections inside (Megatron-LM, arXiv 1909.08053). With
-sequence parallelism (arXiv 2205.05198) the stream between is split by tokens, and gathers and reduce-scatters of the same
-total size take the sums' place.
+A mixer or MLP of a share of the heads or channels gives a share of the sum that its output projection forms. So a
+model built with the share's sizes is right once its input's gradient and its output are summed over the tensor-parallel
+group: one collective each way per mixer and MLP, whatever the number of projections inside (Megatron-LM, arXiv
+1909.08053). With sequence parallelism (arXiv 2205.05198) the stream between is split by tokens, and gathers and
+reduce-scatters of the same total size take the sums' place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mesatron.parallel.megatron import (
 class TensorParallel:
     """The collectives around what a tensor-parallel group shares.
 
-    With sequence parallelism the residual stream between `leave` and `enter` is [1, B T / size, width]: the share of all
+    With sequence parallelism the residual stream between `leave` and `enter` is [1, B T / size, width]: a share of all
     tokens, counted through the micro-batch.
     """
 

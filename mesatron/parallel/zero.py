@@ -117,21 +117,27 @@ class ZeroEngine:
     ) -> tuple[Tensor, StepResult]:
         """One optimizer step on the mean loss over the `global_targets` targets of all processes' micro-batches.
 
-        Returns the sum of this process's losses. DeepSpeed averages gradients over the copies of a parameter, so a loss
-        is first multiplied by their number: the result is the gradient of the mean, however the batch is split. A
-        non-finite gradient in any process leaves everything as it was.
+        Returns the sum of this process's losses. A non-finite gradient in any process leaves everything as it was.
         """
         loss_sum = torch.zeros((), device=self.device)
         for number, micro_batch in enumerate(micro_batches, start=1):
             with timer.phase("forward"):
                 loss = self.losses(micro_batch.tokens, micro_batch.targets, micro_batch.cu_seqlens).sum()
             with timer.phase("backward"):
-                self.engine.set_gradient_accumulation_boundary(number == len(micro_batches))
-                self.engine.backward(loss * (self.layout.copies.size / global_targets), scale_wrt_gas=False)
+                self.backward(loss, global_targets, last=number == len(micro_batches))
             loss_sum += loss.detach()
         self._set_lr(lr)
         with timer.phase("step"):
             return loss_sum, self._step()
+
+    def backward(self, loss_sum: Tensor, global_targets: float, last: bool) -> None:
+        """Add the gradients of this process's `loss_sum` / `global_targets`; `last` ends the accumulation.
+
+        DeepSpeed averages gradients over the copies of a parameter, so the loss is first multiplied by their number:
+        the result is the gradient of the mean over all targets of the global batch, however it is split.
+        """
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss_sum * (self.layout.copies.size / global_targets), scale_wrt_gas=False)
 
     def _set_lr(self, lr: float) -> None:
         for group in self.engine.basic_optimizer.param_groups:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -22,17 +20,11 @@ class WorldFailed(MesatronError):
     """A process of a world has not come to its end; the message says what it last printed."""
 
 
-@contextlib.contextmanager
-def server() -> Iterator[ForkServerContext]:
-    """What worlds are forked from, until the end of the context."""
+def fork_server() -> ForkServerContext:
+    """What worlds are forked from; it ends with this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    try:
-        yield context
-    finally:
-        from multiprocessing import forkserver
-
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    return context
 
 
 def run_world(context: ForkServerContext, size: int, arguments: list[str], folder: Path, seconds: float = 900) -> None:

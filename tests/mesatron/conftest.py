@@ -9,6 +9,7 @@ import multiprocessing
 import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import mesatron
+from mesatron.prove.worlds import PRELOAD
 
 PROGRAM = Path(mesatron.__file__).with_name("__main__.py")
 FORKED = Path(__file__).with_name("forked.py")
 TIME_LIMIT_SECONDS = 240
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["mesatron.train.loop", "mesatron.cli", "torch.utils.tensorboard"])
+FORK.set_forkserver_preload([*PRELOAD, "torch.utils.tensorboard"])
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,12 @@ class RunFolder:
 
 
 World = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> ForkServerContext:
+    """The server that all worlds are forked from."""
+    return FORK
 
 
 @pytest.fixture

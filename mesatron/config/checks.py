@@ -90,6 +90,11 @@ def _parallel_problems(config: Config):
             f"parallel.pipeline_size {parallel.pipeline_size} needs parallel.zero_stage 1, not {parallel.zero_stage}: "
             "ZeRO-2 and 3 cannot shard a pipeline's gradients, and ZeRO-0 clips them by a wrong norm."
         )
+    if parallel.offload_optimizer and (parallel.zero_stage == 0 or parallel.pipeline_size > 1):
+        yield (
+            f"parallel.offload_optimizer needs parallel.zero_stage 1 to 3 and parallel.pipeline_size 1, not "
+            f"{parallel.zero_stage} and {parallel.pipeline_size}."
+        )
 
 
 def data_parallel_size(config: Config, processes: int) -> int:

@@ -173,6 +173,9 @@ class TrainConfig(Section):
     """AdamW's decoupled decay, on matrices only: not on embeddings, norms, biases or Lambda."""
     clip_grad_norm: PositiveFloat = 1.0
     """Gradients with a larger global norm are scaled down to it."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Activations made again in the backward pass instead of kept: none, those of the MLPs, or all but blocks' inputs.
+    `selective` spares the solver, `full` runs it twice."""
     loss_chunk_tokens: PositiveInt = 8192
     """Tokens whose logits exist at a time; bounds memory at large vocabularies."""
     max_skipped_steps: PositiveInt = 10
@@ -201,6 +204,8 @@ class ParallelConfig(Section):
     """Groups of processes that read different sequences; 0 takes as many as the processes make."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed ZeRO: shard nothing (0), optimizer state (1), gradients too (2), weights too (3)."""
+    offload_optimizer: bool = False
+    """Keep fp32 weights and moments in host memory and update them there; needs `zero_stage` 1 to 3, no pipeline."""
 
 
 class CheckpointConfig(Section):

@@ -31,7 +31,10 @@ class Block(nn.Module):
         """x [B, T, width] and the mixer's state before it (None: empty) to the new x and, if kept, the state after."""
         mixed, state = self.mixer(self.seams.enter(self.mixer_norm(x)), state, cu_seqlens, keep_state)
         x = x + self.seams.leave(mixed)
-        return x + self.seams.leave(self.mlp(self.seams.enter(self.mlp_norm(x)))), state
+        return x + self.seams.run("mlp", self._mlp, x), state
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return self.seams.leave(self.mlp(self.seams.enter(self.mlp_norm(x))))
 
 
 class Backbone(nn.Module):
@@ -57,7 +60,7 @@ class Backbone(nn.Module):
             tokens = tokens.reshape(1, -1)
         x = self.embedding(tokens)
         for block in self.blocks:
-            x, _ = block(x, cu_seqlens=cu_seqlens)
+            x, _ = self.seams.run("block", block, x, None, cu_seqlens)
         return self.embedding(self.seams.enter(self.norm(x)), targets.view(tokens.shape), chunk_tokens).view(shape)
 
     def observed(self) -> tuple[dict[str, float], dict[str, Tensor]]:

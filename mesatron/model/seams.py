@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 from mesatron_kernels import MesaOutput, mesa
 from torch import Tensor
@@ -30,6 +31,10 @@ class Seams:
     def leave(self, y: Tensor) -> Tensor:
         """What a mixer or MLP adds to the residual stream [B, T, width]."""
         return y
+
+    def run(self, part: Literal["block", "mlp"], function: Callable[..., Any], *inputs: Any) -> Any:
+        """A block, or the MLP branch of one, whose activations may be made again in the backward pass."""
+        return function(*inputs)
 
     def convolve(
         self, convolution: ShortConvolution, x: Tensor, history: Tensor | None, cu_seqlens: Tensor | None

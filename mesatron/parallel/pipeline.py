@@ -54,7 +54,7 @@ class StageBlock(Block):
 
     def forward(self, carried: Carried) -> Carried:  # type: ignore[override]
         x, cu_seqlens = carried if isinstance(carried, tuple) else (carried, None)
-        x, _ = super().forward(x, cu_seqlens=cu_seqlens)
+        x, _ = self.seams.run("block", super().forward, x, None, cu_seqlens)
         return x if cu_seqlens is None else (x, cu_seqlens)
 
 

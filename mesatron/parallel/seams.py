@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 from mesatron_kernels import MesaOutput
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from mesatron.config import Config, ModelConfig
 from mesatron.model.convolution import ShortConvolution
@@ -15,11 +17,12 @@ from mesatron.parallel.layout import Layout
 
 
 class SharedSeams(Seams):
-    """Tensor and context parallelism, where a layout has them; with one of them the other's seams stay empty."""
+    """Tensor and context parallelism, where a layout has them, and recomputed activations, where the config asks."""
 
     def __init__(self, config: Config, layout: Layout) -> None:
         self.layout = layout
         self.vocabulary_size = config.model.vocabulary_size
+        self.recomputed = {"none": None, "selective": "mlp", "full": "block"}[config.train.activation_checkpointing]
         self.tensor = None
         if layout.tensor.size > 1:
             from mesatron.parallel.tensor import TensorParallel
@@ -42,6 +45,12 @@ class SharedSeams(Seams):
 
     def leave(self, y: Tensor) -> Tensor:
         return self.tensor.leave(y) if self.tensor else y
+
+    def run(self, part: Literal["block", "mlp"], function: Callable[..., Any], *inputs: Any) -> Any:
+        if part != self.recomputed:
+            return function(*inputs)
+        # No random numbers are drawn, so their generators need not be kept.
+        return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
     def convolve(
         self, convolution: ShortConvolution, x: Tensor, history: Tensor | None, cu_seqlens: Tensor | None

@@ -267,7 +267,9 @@ class ZeroEngine:
             "gradient_accumulation_steps": self.accumulation_steps,
             # Stage 0 has no norm of its own in fp32; `step` clips there.
             "gradient_clipping": train.clip_grad_norm if self.stage else 0.0,
-            "zero_optimization": {"stage": self.stage, "overlap_comm": False},
+            "zero_optimization": {"stage": self.stage, "overlap_comm": False}
+            | ({"offload_optimizer": {"device": "cpu"}} if self.config.parallel.offload_optimizer else {}),
+            "zero_force_ds_cpu_optimizer": False,  # torch's AdamW needs no compiler
             # Without shards there is no separate master copy: the weights stay fp32 and autocast makes the activations.
             "bf16": {"enabled": bf16 and self.stage > 0},
             "torch_autocast": {"enabled": bf16 and self.stage == 0, "dtype": "bfloat16"},

@@ -17,6 +17,8 @@ class Case:
     zero_stage: int = 1
     sequence_parallel: bool = False
     documents: bool = False
+    recompute: str = "none"
+    offload: bool = False
 
     @property
     def processes(self) -> int:
@@ -29,8 +31,9 @@ class Case:
         parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
         if self.sequence_parallel:
             parts[0] += "+SP"
-        documents = ", documents" if self.documents else ""
-        return f"{' x '.join(parts) or 'one process'}, ZeRO-{self.zero_stage}{documents}"
+        parts = [" x ".join(parts) or "one process", f"ZeRO-{self.zero_stage}"]
+        parts += ["offload"] * self.offload + [f"{self.recompute} recompute"] * (self.recompute != "none")
+        return ", ".join(parts + ["documents"] * self.documents)
 
     @property
     def overrides(self) -> list[str]:
@@ -42,6 +45,8 @@ class Case:
             f"parallel.pipeline_size={self.pipeline}",
             f"parallel.data_size={self.data}",
             f"parallel.zero_stage={self.zero_stage}",
+            f"parallel.offload_optimizer={str(self.offload).lower()}",
+            f"train.activation_checkpointing={self.recompute}",
             f"data.reset_state_at_documents={str(self.documents).lower()}",
         ]
 
@@ -74,4 +79,8 @@ CASES = [
     Case(context=2, data=2, zero_stage=3, documents=True),
     *(Case(data=4, zero_stage=stage) for stage in (0, 1, 2, 3)),
     Case(data=3),
+    *(Case(data=2, zero_stage=stage, offload=True, recompute="selective") for stage in (1, 2, 3)),
+    Case(tensor=2, data=2, zero_stage=3, sequence_parallel=True, recompute="full", offload=True),
+    Case(context=2, pipeline=2, recompute="full", documents=True),
+    Case(tensor=2, context=2, sequence_parallel=True, recompute="selective"),
 ]

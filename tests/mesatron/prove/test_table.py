@@ -28,14 +28,14 @@ def prover(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServerCont
     [
         Case(tensor=4, sequence_parallel=True, documents=True),
         Case(tensor=2, data=2, zero_stage=0),
-        Case(tensor=2, data=2, zero_stage=2, documents=True),
+        Case(tensor=2, data=2, zero_stage=2, documents=True, offload=True, recompute="selective"),
         Case(tensor=2, data=2, zero_stage=3, sequence_parallel=True, documents=True),
         Case(context=4, documents=True),
         Case(context=2, data=2, zero_stage=3),
         Case(tensor=2, context=2, sequence_parallel=True),
         Case(pipeline=3, documents=True),
         Case(tensor=2, pipeline=2, sequence_parallel=True, documents=True),
-        Case(context=2, pipeline=2),
+        Case(context=2, pipeline=2, recompute="full"),
     ],
     ids=lambda case: case.name,
 )

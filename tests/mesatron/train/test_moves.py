@@ -91,10 +91,8 @@ def test_other_weights_than_were_saved_end_the_run(
     outcome = train(2, config, "parallel.tensor_size=2")
     assert outcome.exit_code == 4
     (line,) = outcome.error_lines
-    found = re.fullmatch(
-        rf"mesatron: {checkpoint} gives a loss of (\S+) on 8 held-out sequences, but {saved * 1.001} was saved with it: .*",
-        line,
-    )
+    words = rf"mesatron: {checkpoint} gives a loss of (\S+) on 8 held-out sequences, but {saved * 1.001} was saved"
+    found = re.match(words, line)
     assert found
     assert float(found[1]) == pytest.approx(saved, rel=1e-6)
     outcome = train(2, config, "parallel.tensor_size=2", "--allow-changes")

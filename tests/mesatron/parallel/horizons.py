@@ -28,5 +28,5 @@ engine.restore(start_value, ("weight",))
 tokens = torch.arange(2 * config.data.context_length).view(2, -1) % config.model.vocabulary_size
 engine.losses(tokens, tokens, torch.tensor([0, tokens.shape[1], tokens.numel()]))
 if world.is_first:
-    torch.save([block.mixer.observations["gamma"] for block in engine.module.blocks], sys.argv[2])
+    torch.save([seen for tag, seen in engine.observed()[1].items() if tag.startswith("gamma/")], sys.argv[2])
 distributed.stop()

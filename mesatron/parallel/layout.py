@@ -61,7 +61,7 @@ class Layout:
         """The sizes, and the ranks of every group that this process is in."""
         groups = {"tensor": self.tensor, "context": self.context, "data": self.data, "pipeline": self.pipeline}
         named = [
-            f"{name} {group.size} ({', '.join(map(str, _ranks(group, self.world)))})"
+            f"{name} {group.size} (ranks {', '.join(map(str, _ranks(group, self.world)))})"
             for name, group in groups.items()
             if group.size > 1
         ]

@@ -117,7 +117,7 @@ def compare(case: Case, found: Trace, expected: Trace) -> Verdict:
 
 def table(prover: Prover, cases: Iterable[Case], show: Callable[[str], None]) -> bool:
     """Prove `cases` and show a line of each; returns whether all hold."""
-    show(f"{'layout':42} {'loss':>8} {'norm':>8} {'gradient':>8} {'weights':>8}  verdict")
+    show(f"{'layout':48} {'loss':>8} {'norm':>8} {'gradient':>8} {'weights':>8}  verdict")
     hold = True
     for case in cases:
         verdict = prover.prove(case)
@@ -125,7 +125,7 @@ def table(prover: Prover, cases: Iterable[Case], show: Callable[[str], None]) ->
         figures = (verdict.loss, verdict.norm, verdict.gradient[0], verdict.weight[0])
         worst = "" if verdict.holds else f" (gradient of {verdict.gradient[1]}, weight {verdict.weight[1]})"
         numbers = " ".join(f"{figure:8.1e}" for figure in figures)
-        show(f"{case.name:42} {numbers}  {'equal' if verdict.holds else 'DIFFERENT'}{worst}")
+        show(f"{case.name:48} {numbers}  {'equal' if verdict.holds else 'DIFFERENT'}{worst}")
     return hold
 
 

@@ -84,11 +84,11 @@ def train(
     ] = False,
 ) -> None:
     """Train a run, from its newest checkpoint if it has one."""
-    from mesatron.config import accumulation_steps, load_config
+    from mesatron.config import accumulation_steps, data_parallel_size, load_config
 
     config = load_config(file, overrides or [])
     if processes and processes > 1:
-        accumulation_steps(config, processes)
+        accumulation_steps(config, data_parallel_size(config, processes))
         from mesatron.launch import launch_local
 
         options = [f"--stop-at-step={stop_at_step}"] if stop_at_step else []
@@ -137,6 +137,25 @@ def generate(
 
 
 @app.command()
+def prove(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for data, runs and logs.")],
+    processes: Annotated[int, typer.Option(min=2, help="Largest number of processes to use.")] = 4,
+    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each run.")] = 20,
+) -> None:
+    """Train a tiny model in every layout that fits, and compare each with one process."""
+    from mesatron.prove.layouts import CASES
+    from mesatron.prove.table import Prover, table
+    from mesatron.prove.worlds import fork_server
+
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(f"{folder} exists; name a folder that is to be made.") from None
+    fitting = [case for case in CASES if case.processes <= processes]
+    _leave(0 if table(Prover(fork_server(), folder, steps), fitting, typer.echo) else 1)
+
+
+@app.command()
 def summary(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]) -> None:
     """What a run came to."""
     from mesatron.summary import summarize
@@ -166,10 +185,11 @@ def config_check(
     """Print the resolved config, its parameter count, tokens per step and steps."""
     from mesatron_data.manifest import MANIFEST_FILE, load_manifest
 
-    from mesatron.config import accumulation_steps, check_prepared, dump_config, load_config
+    from mesatron.config import accumulation_steps, check_prepared, data_parallel_size, dump_config, load_config
 
     config = load_config(file, overrides or [])
-    accumulation = accumulation_steps(config, processes)
+    data_size = data_parallel_size(config, processes)
+    accumulation = accumulation_steps(config, data_size)
     if (config.data.folder / MANIFEST_FILE).exists():
         check_prepared(config, load_manifest(str(config.data.folder)), config.data.folder)
     typer.echo(dump_config(config), nl=False)
@@ -179,7 +199,7 @@ def config_check(
         f"# tokens per step  {config.tokens_per_step:,} = {train.global_batch_size} sequences x "
         f"{config.data.context_length} tokens\n"
         f"# global batch     {train.global_batch_size} = {train.micro_batch_size} micro x {accumulation} accumulation "
-        f"x {processes} processes\n"
+        f"x {data_size} data-parallel\n"
         f"# steps            {train.steps:,} = {train.steps * config.tokens_per_step:,} tokens"
     )
 

@@ -46,6 +46,27 @@ class Batch:
             )
         return pieces
 
+    def piece(self, index: int, pieces: int) -> "Batch":
+        """The `index`-th of `pieces` equal runs of tokens of every sequence.
+
+        Targets were shifted before, so the last token of a run has the next run's first one as its target. cu_seqlens
+        then names only what begins inside a run: a first token that is not in it continues the run before.
+        """
+        count, length = self.tokens.shape
+        run = length // pieces
+        starts = self.cu_seqlens[:-1].long()
+        row, position = starts // length, starts % length - index * run
+        inside = (position >= 0) & (position < run)
+        begins = torch.cat([row[inside] * run + position[inside], torch.tensor([count * run])])
+        here = slice(index * run, (index + 1) * run)
+        return Batch(
+            tokens=self.tokens[:, here].contiguous(),
+            targets=self.targets[:, here].contiguous(),
+            cu_seqlens=begins.to(self.cu_seqlens.dtype),
+            sources=self.sources[:, here].contiguous(),
+            sample_ids=self.sample_ids,
+        )
+
 
 def collate(samples: list[Sample], sample_ids: list[int], bos_id: int) -> Batch:
     """Make one batch of stored samples of equal length."""

@@ -189,7 +189,8 @@ class ValidationSet:
         self.manifest = self._reader.manifest
         samples = min(self._reader.samples, max_samples or self._reader.samples)
         ids = [i * self._reader.samples // samples for i in range(rank, samples, world_size)]
-        self._batches = [ids[begin : begin + micro_batch_size] for begin in range(0, len(ids), micro_batch_size)]
+        self._batches = _in_batches(ids, micro_batch_size)
+        self._micro_batch_size, self._rank, self._world_size = micro_batch_size, rank, world_size
         self._workers = workers
         self._timeout_seconds = timeout_seconds
 
@@ -204,12 +205,22 @@ class ValidationSet:
         finally:
             prefetcher.close()
 
+    def first(self, samples: int) -> Iterator[Batch]:
+        """This rank's share of the first `samples` samples of the split, whatever `max_samples` is."""
+        ids = range(self._rank, min(samples, self._reader.samples), self._world_size)
+        for batch in _in_batches(list(ids), self._micro_batch_size):
+            yield _read_batch(self._reader, batch)
+
     def close(self) -> None:
         """Free the shared memory."""
         self._reader.close()
 
     def _read(self, position: int) -> Batch:
         return _read_batch(self._reader, self._batches[position])
+
+
+def _in_batches(ids: list[int], size: int) -> list[list[int]]:
+    return [ids[begin : begin + size] for begin in range(0, len(ids), size)]
 
 
 def _read_batch(reader: SampleReader, sample_ids: list[int]) -> Batch:

@@ -51,8 +51,75 @@ def _problems(config: Config):
             f"monitor.histogram_every_steps must be a multiple of monitor.log_every_steps, but "
             f"{config.monitor.histogram_every_steps} is none of {config.monitor.log_every_steps}."
         )
+    yield from _parallel_problems(config)
     if data.folder == data.input_folder:
         yield f"data.folder and data.input_folder are both {data.folder}; shards need a folder of their own."
+
+
+def _parallel_problems(config: Config):
+    parallel, model = config.parallel, config.model
+    for key, number in (("heads", model.heads), ("mlp_width", model.mlp_width)):
+        if number % parallel.tensor_size:
+            yield (
+                f"model.{key} must be a multiple of parallel.tensor_size, but {number} = "
+                f"{number // parallel.tensor_size} x {parallel.tensor_size} + {number % parallel.tensor_size}."
+            )
+    if parallel.sequence_parallel and parallel.tensor_size == 1:
+        yield "parallel.sequence_parallel needs parallel.tensor_size above 1; raise it or turn the other off."
+    context_length, pieces = config.data.context_length, parallel.context_size
+    token_parts = pieces * (parallel.tensor_size if parallel.sequence_parallel else 1)
+    if context_length % token_parts:
+        factors = "parallel.context_size" + (" x parallel.tensor_size" if parallel.sequence_parallel else "")
+        yield (
+            f"data.context_length must be a multiple of {factors}, but {context_length} = "
+            f"{context_length // token_parts} x {token_parts} + {context_length % token_parts}."
+        )
+    borrowed = model.mesa.convolution_width - 1
+    if pieces > 1 and context_length // pieces < borrowed:
+        yield (
+            f"data.context_length / parallel.context_size = {context_length} / {pieces} = {context_length // pieces} "
+            f"tokens are fewer than the {borrowed} that a convolution of width {borrowed + 1} borrows."
+        )
+    if parallel.pipeline_size > model.layers:
+        yield (
+            f"parallel.pipeline_size must not exceed model.layers, but {parallel.pipeline_size} stages would share "
+            f"{model.layers} blocks."
+        )
+    if parallel.pipeline_size > 1 and parallel.zero_stage != 1:
+        yield (
+            f"parallel.pipeline_size {parallel.pipeline_size} needs parallel.zero_stage 1, not {parallel.zero_stage}: "
+            "ZeRO-2 and 3 cannot shard a pipeline's gradients, and ZeRO-0 clips them by a wrong norm."
+        )
+    if parallel.offload_optimizer and (parallel.zero_stage == 0 or parallel.pipeline_size > 1):
+        yield (
+            f"parallel.offload_optimizer needs parallel.zero_stage 1 to 3 and parallel.pipeline_size 1, not "
+            f"{parallel.zero_stage} and {parallel.pipeline_size}."
+        )
+
+
+def data_parallel_size(config: Config, processes: int) -> int:
+    """Groups of processes that read different sequences.
+
+    Raises ConfigError with the arithmetic when `processes` is not the product of the sizes in `parallel`.
+    """
+    parallel = config.parallel
+    model_size = parallel.tensor_size * parallel.context_size * parallel.pipeline_size
+    sizes = (
+        f"parallel.tensor_size x context_size x pipeline_size = {parallel.tensor_size} x {parallel.context_size} x "
+        f"{parallel.pipeline_size} = {model_size}"
+    )
+    if processes % model_size:
+        raise ConfigError(
+            f"The number of processes must be a multiple of {sizes}, but it is {processes}; change the sizes or start "
+            "another number of processes."
+        )
+    if parallel.data_size and parallel.data_size * model_size != processes:
+        raise ConfigError(
+            f"parallel.data_size {parallel.data_size} times {sizes} calls for {parallel.data_size * model_size} "
+            f"processes, not {processes}; set parallel.data_size to 0 or {processes // model_size}, or start "
+            f"{parallel.data_size * model_size}."
+        )
+    return processes // model_size
 
 
 def accumulation_steps(config: Config, data_parallel_size: int) -> int:

@@ -175,6 +175,9 @@ class TrainConfig(Section):
     """AdamW's decoupled decay, on matrices only: not on embeddings, norms, biases or Lambda."""
     clip_grad_norm: PositiveFloat = 1.0
     """Gradients with a larger global norm are scaled down to it."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Activations made again in the backward pass instead of kept: none, those of the MLPs, or all but blocks' inputs.
+    `selective` spares the solver, `full` runs it twice."""
     loss_chunk_tokens: PositiveInt = 8192
     """Tokens whose logits exist at a time; bounds memory at large vocabularies."""
     max_skipped_steps: PositiveInt = 10
@@ -189,10 +192,22 @@ class TrainConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How the model's state is spread over processes."""
+    """How one run is spread over processes: tensor x context x data x pipeline of them (docs/parallelism.md)."""
 
+    tensor_size: PositiveInt = 1
+    """Processes that share every matrix, by heads and by channels of the MLP."""
+    sequence_parallel: bool = False
+    """Between the matrices, split the tokens over the tensor-parallel processes too: less memory, equal traffic."""
+    context_size: PositiveInt = 1
+    """Processes that share every sequence, each with a piece of its tokens."""
+    pipeline_size: PositiveInt = 1
+    """Processes that share the blocks, each with a run of them."""
+    data_size: NonNegativeInt = 0
+    """Groups of processes that read different sequences; 0 takes as many as the processes make."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """DeepSpeed ZeRO: shard nothing (0), optimizer state (1), gradients too (2), weights too (3)."""
+    offload_optimizer: bool = False
+    """Keep fp32 weights and moments in host memory and update them there; needs `zero_stage` 1 to 3, no pipeline."""
 
 
 class CheckpointConfig(Section):

@@ -18,6 +18,7 @@ from mesatron.evaluate.perplexity import Perplexity, measure
 from mesatron.kernel_choice import choose_kernels, with_kernels
 from mesatron.model.backbone import Backbone
 from mesatron.parallel.distributed import World
+from mesatron.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,6 @@ def evaluate_perplexity(trained: TrainedModel, data_folder: Path | None = None) 
 
     validation = ValidationSet(str(folder), config.evaluate.micro_batch_size)
     try:
-        return measure(losses, iter(validation), manifest, World(0, 1, trained.device))
+        return measure(losses, iter(validation), manifest, Layout(World(0, 1, trained.device)))
     finally:
         validation.close()

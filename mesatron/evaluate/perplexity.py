@@ -11,7 +11,7 @@ from mesatron_data.manifest import Manifest
 from torch import Tensor
 
 from mesatron.metrics import perplexity
-from mesatron.parallel.distributed import World
+from mesatron.parallel.layout import Layout
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """tokens, targets [B, T] and cu_seqlens, as a Batch has them, to the fp32 loss [B, T]."""
@@ -33,7 +33,7 @@ class Perplexity:
 
 
 @torch.no_grad()
-def measure(losses: LossFunction, batches: Iterator[Batch], manifest: Manifest, world: World) -> Perplexity:
+def measure(losses: LossFunction, batches: Iterator[Batch], manifest: Manifest, layout: Layout) -> Perplexity:
     """Perplexity of `losses` over the `batches` of all processes; every process gets the same result.
 
     All processes run the same number of forward passes, since one under ZeRO-3 needs the others: a process that has
@@ -43,17 +43,18 @@ def measure(losses: LossFunction, batches: Iterator[Batch], manifest: Manifest, 
     loss_sums = torch.zeros(len(sources), dtype=torch.float64)
     counts = torch.zeros(len(sources), dtype=torch.float64)
     batch = next(batches, None)
-    while world.max(int(batch is not None)):
+    while layout.world.max(int(batch is not None)):
         if batch is None:
-            losses(*_idle_inputs(manifest.context_length))
+            losses(*_idle_inputs(manifest.context_length // layout.context.size))
         else:
+            batch = layout.piece(batch)
             loss = losses(batch.tokens, batch.targets, batch.cu_seqlens).double().cpu()
             scored = batch.targets != IGNORED_TARGET
             source = batch.sources[scored].long()
             loss_sums.index_add_(0, source, loss[scored])
             counts += torch.bincount(source, minlength=len(sources))
             batch = next(batches, None)
-    totals = world.sum(*loss_sums.tolist(), *counts.tolist())
+    totals = layout.sum(*loss_sums.tolist(), *counts.tolist())
     loss_sum, count = totals[: len(sources)], totals[len(sources) :]
     return Perplexity(
         loss=sum(loss_sum) / sum(count),

@@ -30,9 +30,15 @@ class TiedEmbedding(nn.Module):
         """
         if not x.is_floating_point():
             # The weight starts at fan-in variance; the factor brings the residual stream to variance 1.
-            return F.embedding(x, self.weight) * self.width**0.5
+            return self._rows(x) * self.width**0.5
         if targets is None:
             return fused.capped(F.linear(x, self.weight), self.logit_cap)
         hidden, flat = x.reshape(-1, self.width), targets.reshape(-1)
-        losses = fused.linear_loss(hidden, self.weight, flat, self.logit_cap, chunk_tokens, self.implementation)
-        return losses.view(targets.shape)
+        return self._losses(hidden, flat, chunk_tokens).view(targets.shape)
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
+
+    def _losses(self, hidden: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
+        """fp32 losses [N] of hidden [N, width] and targets [N]."""
+        return fused.linear_loss(hidden, self.weight, targets, self.logit_cap, chunk_tokens, self.implementation)

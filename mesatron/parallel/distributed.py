@@ -56,6 +56,12 @@ class World:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest)
 
+    def gather(self, value: T) -> list[T]:
+        """The `value` of every process, in the first one; nothing in the others."""
+        values: list[Any] = [None] * self.size if self.is_first else []
+        dist.gather_object(value, values if self.is_first else None)
+        return values
+
     def raised_by_all(self, error: MesatronError) -> MesatronError:
         """`error`, which every process raises at this point: the first one reports it, and all can still meet."""
         if self.is_first:

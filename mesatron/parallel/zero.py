@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # DeepSpeed's guess warns
 
@@ -28,11 +29,15 @@ from deepspeed.utils import (
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
+from mesatron_data.batch import Batch
 from torch import Tensor, nn
 
 from mesatron.config import Config
 from mesatron.model.backbone import Backbone
-from mesatron.parallel.distributed import World
+from mesatron.parallel.layout import Layout, ModelParallelUnit
+from mesatron.parallel.seams import SharedSeams
+from mesatron.parallel.shares import share_of, shares, whole_parameters
+from mesatron.train.timing import PhaseTimer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weight", *MOMENTS)
@@ -49,36 +54,56 @@ class StepResult:
 
 
 class ZeroEngine:
-    """A Backbone whose optimizer state, gradients and weights are sharded by `parallel.zero_stage`."""
+    """A share of a Backbone whose optimizer state, gradients and weights are sharded by `parallel.zero_stage`."""
 
-    def __init__(self, config: Config, world: World, accumulation_steps: int) -> None:
+    def __init__(self, config: Config, layout: Layout, accumulation_steps: int) -> None:
         _quiet_deepspeed()
-        self.config, self.world = config, world
+        self.config, self.layout, self.device = config, layout, layout.world.device
+        self.accumulation_steps = accumulation_steps
         self.stage = config.parallel.zero_stage
-        settings = self._settings(accumulation_steps)
+        self.seams = SharedSeams(config, layout)
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-        with deepspeed.zero.Init(config_dict_or_path=settings, enabled=self.stage == 3):
-            model = Backbone(config.model)
+        model, unit = self._build()
         if self.stage < 3:
-            model = model.to(world.device)
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=self._optimizer(model), config=settings)
-        self.parameters: dict[str, nn.Parameter] = dict(self.engine.module.named_parameters())
+            model = model.to(self.device)
+        self.parameters = {self._whole_name(name): parameter for name, parameter in model.named_parameters()}
+        local = {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
+        self.whole = whole_parameters(config.model)
+        self.shares = shares(self.whole, local, layout.tensor)
+        self._mark_shares()
+        optimizer = self._optimizer()
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=self._settings(), mpu=unit)
 
-    @property
-    def module(self) -> Backbone:
-        """The model; under ZeRO-3 its parameters are whole only inside a forward or backward pass."""
-        return self.engine.module
+    def _build(self) -> tuple[nn.Module, ModelParallelUnit | None]:
+        """This process's share of the model, and the groups to tell DeepSpeed of."""
+        copies = self.layout.copies.handle
+        unit = ModelParallelUnit(self.layout) if copies else None
+        with deepspeed.zero.Init(
+            config_dict_or_path=self._settings(), enabled=self.stage == 3, data_parallel_group=copies, mpu=unit
+        ):
+            return Backbone(share_of(self.config.model, self.layout.tensor.size), self.seams), unit
+
+    def _whole_name(self, name: str) -> str:
+        """The name in a whole Backbone of a parameter of this process's model."""
+        return name
+
+    def owned(self) -> list[str]:
+        """The parameters whose whole tensors this process writes into checkpoints."""
+        return list(self.whole)[self.layout.world.rank :: self.layout.world.size]
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Whole shape of every parameter, in an order that is the same in every process."""
-        return {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
+        """Whole shape of every parameter of the model, in an order that is the same in every process."""
+        return {name: parameter.shape for name, parameter in self.whole.items()}
 
     def losses(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
         """`Backbone.forward` of tensors on the host; documents are told apart if the config says so."""
-        device = self.world.device
-        documents = cu_seqlens.to(device) if self.config.data.reset_state_at_documents else None
+        documents = cu_seqlens.to(self.device) if self.config.data.reset_state_at_documents else None
         chunk_tokens = self.config.train.loss_chunk_tokens
-        return self.engine(tokens.to(device), targets.to(device), documents, chunk_tokens)
+        return self.engine(tokens.to(self.device), targets.to(self.device), documents, chunk_tokens)
+
+    def observed(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """What this process's mixers saw in the last forward pass, see `Backbone.observed`."""
+        return self.engine.module.observed()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -87,24 +112,44 @@ class ZeroEngine:
         yield
         self.engine.train()
 
+    def update(
+        self, micro_batches: Sequence[Batch], global_targets: float, lr: float, timer: PhaseTimer
+    ) -> tuple[Tensor, StepResult]:
+        """One optimizer step on the mean loss over the `global_targets` targets of all processes' micro-batches.
+
+        Returns the sum of this process's losses. A non-finite gradient in any process leaves everything as it was.
+        """
+        loss_sum = torch.zeros((), device=self.device)
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            with timer.phase("forward"):
+                loss = self.losses(micro_batch.tokens, micro_batch.targets, micro_batch.cu_seqlens).sum()
+            with timer.phase("backward"):
+                self.backward(loss, global_targets, last=number == len(micro_batches))
+            loss_sum += loss.detach()
+        self._set_lr(lr)
+        with timer.phase("step"):
+            return loss_sum, self._step()
+
     def backward(self, loss_sum: Tensor, global_targets: float, last: bool) -> None:
         """Add the gradients of this process's `loss_sum` / `global_targets`; `last` ends the accumulation.
 
-        DeepSpeed averages gradients over processes, so the loss is first multiplied by their number: the result is the
-        gradient of the mean over all targets of the global batch, however it is split.
+        DeepSpeed averages gradients over the copies of a parameter, so the loss is first multiplied by their number:
+        the result is the gradient of the mean over all targets of the global batch, however it is split.
         """
         self.engine.set_gradient_accumulation_boundary(last)
-        self.engine.backward(loss_sum * (self.world.size / global_targets), scale_wrt_gas=False)
+        self.engine.backward(loss_sum * (self.layout.copies.size / global_targets), scale_wrt_gas=False)
 
-    def step(self, lr: float) -> StepResult:
-        """Clip and apply the accumulated gradients; a non-finite gradient in any process leaves all as they were."""
+    def _set_lr(self, lr: float) -> None:
         for group in self.engine.basic_optimizer.param_groups:
             group["lr"] = lr
+
+    def _step(self) -> StepResult:
         if self.stage == 0:
-            grad_norm = nn.utils.clip_grad_norm_(self.module.parameters(), self.config.train.clip_grad_norm)
+            grad_norm = self._grad_norm()
+            nn.utils.clip_grads_with_norm_(self.parameters.values(), self.config.train.clip_grad_norm, grad_norm)
             applied = bool(grad_norm.isfinite())
             if not applied:
-                self.module.zero_grad(set_to_none=True)  # the optimizer passes over parameters without gradient
+                self.engine.module.zero_grad(set_to_none=True)  # the optimizer passes over parameters without gradient
             self.engine.step()
             return StepResult(float(grad_norm), applied)
         self.engine.step()
@@ -123,7 +168,7 @@ class ZeroEngine:
     def gather(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Name and whole fp32 tensor of one of KINDS for every parameter; every process must go through all of it."""
         for name, parameter in self.parameters.items():
-            yield name, self._whole(parameter, kind)
+            yield name, self.shares[name].join(self._part(parameter, kind))
 
     @torch.no_grad()
     def restore(self, source: TensorSource, kinds: tuple[str, ...] = KINDS) -> None:
@@ -135,7 +180,30 @@ class ZeroEngine:
         self._link_moments()
         for name, parameter in self.parameters.items():
             for kind in kinds:
-                self._write(parameter, kind, source(kind, name).to(self.world.device))
+                self._write(parameter, kind, self.shares[name].cut(source(kind, name)).to(self.device))
+
+    def _mark_shares(self) -> None:
+        """Tell DeepSpeed which gradients differ over the tensor group; sum there what each member sees in part."""
+        for name, parameter in self.parameters.items():
+            replicated = self.shares[name].dimension is None
+            parameter.tensor_model_parallel = not replicated  # type: ignore[attr-defined]
+            if replicated and self.config.parallel.sequence_parallel:
+                parameter.register_hook(self._sum_over_tensor_group)
+
+    def _sum_over_tensor_group(self, gradient: Tensor) -> Tensor:
+        total = gradient.float()
+        dist.all_reduce(total, group=self.layout.tensor.handle)
+        return total.to(gradient.dtype)
+
+    def _grad_norm(self) -> Tensor:
+        """The norm of the whole gradient, for stage 0, where DeepSpeed has none: replicated parts counted once."""
+        squares = torch.zeros(2, device=self.device)
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                squares[int(self.shares[name].dimension is None)] += parameter.grad.float().square().sum()
+        if self.layout.tensor.size > 1:
+            dist.all_reduce(squares[:1], group=self.layout.tensor.handle)
+        return squares.sum().sqrt()
 
     def _link_moments(self) -> None:
         # DeepSpeed 0.19 links parameters to their moments after the step of the first parameter group, when those of
@@ -144,7 +212,7 @@ class ZeroEngine:
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _whole(self, parameter: nn.Parameter, kind: str) -> Tensor:
+    def _part(self, parameter: nn.Parameter, kind: str) -> Tensor:
         if self.stage == 0:
             own = parameter if kind == "weight" else self.engine.basic_optimizer.state[parameter][kind]
             return own.detach()
@@ -167,8 +235,9 @@ class ZeroEngine:
     def _write_partition(self, parameter: Any, kind: str, value: Tensor) -> None:
         # DeepSpeed's own setter for whole tensors reads past the end of those that do not divide by the processes.
         size = parameter.ds_tensor.numel()
-        padded = nn.functional.pad(value.flatten(), (0, size * self.world.size - value.numel()))
-        own = padded[self.world.rank * size : (self.world.rank + 1) * size]
+        copies = self.layout.copies
+        padded = nn.functional.pad(value.flatten(), (0, size * copies.size - value.numel()))
+        own = padded[copies.rank * size : (copies.rank + 1) * size]
         if kind != "weight":
             safe_set_local_optimizer_state(parameter, own, kind)
             return
@@ -177,33 +246,38 @@ class ZeroEngine:
         if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # small parameters stay whole in every process
             parameter.data.copy_(value)
 
-    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+    def _optimizer(self) -> torch.optim.Optimizer:
         train = self.config.train
-        decayed = [p for p in model.parameters() if p.info.weight_decay]  # type: ignore[attr-defined]
-        others = [p for p in model.parameters() if not p.info.weight_decay]  # type: ignore[attr-defined]
+        decayed = [p for name, p in self.parameters.items() if self.shares[name].info.weight_decay]
+        others = [p for name, p in self.parameters.items() if not self.shares[name].info.weight_decay]
         return torch.optim.AdamW(
             [{"params": decayed, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=train.start_lr,
             betas=(train.beta1, train.beta2),
             eps=train.epsilon,
-            fused=self.world.device.type == "cuda",
+            fused=self.device.type == "cuda",
         )
 
-    def _settings(self, accumulation_steps: int) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         train, bf16 = self.config.train, self.config.train.precision == "bf16"
         return {
-            "train_batch_size": train.global_batch_size,
+            # In pieces of sequences, as DeepSpeed takes the whole context group for data parallel.
+            "train_batch_size": train.global_batch_size * self.layout.context.size,
             "train_micro_batch_size_per_gpu": train.micro_batch_size,
-            "gradient_accumulation_steps": accumulation_steps,
+            "gradient_accumulation_steps": self.accumulation_steps,
             # Stage 0 has no norm of its own in fp32; `step` clips there.
             "gradient_clipping": train.clip_grad_norm if self.stage else 0.0,
-            "zero_optimization": {"stage": self.stage, "overlap_comm": False},
+            "zero_optimization": {"stage": self.stage, "overlap_comm": False}
+            | ({"offload_optimizer": {"device": "cpu"}} if self.config.parallel.offload_optimizer else {}),
+            "zero_force_ds_cpu_optimizer": False,  # torch's AdamW needs no compiler
             # Without shards there is no separate master copy: the weights stay fp32 and autocast makes the activations.
             "bf16": {"enabled": bf16 and self.stage > 0},
             "torch_autocast": {"enabled": bf16 and self.stage == 0, "dtype": "bfloat16"},
             # Micro-batch gradients of 1e-3 of their sum would vanish in bf16's 8 bits.
             "data_types": {"grad_accum_dtype": "fp32"},
             "communication_data_type": "fp32",
+            # Under sequence parallelism the processes of a tensor group hold different tokens: nothing to split there.
+            "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
             "steps_per_print": None,
         }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 import time
@@ -10,14 +11,15 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from mesatron_data.batch import IGNORED_TARGET
+from mesatron_data.batch import IGNORED_TARGET, Batch
 from mesatron_data.manifest import Manifest
 from mesatron_data.stream import TrainStream, ValidationSet
 from torch import Tensor
 
-from mesatron.config import Config, accumulation_steps, dump_config
+from mesatron.config import Config, accumulation_steps, data_parallel_size, dump_config
 from mesatron.errors import (
     REPORTED,
+    CheckpointError,
     MemoryExhaustedError,
     NonFiniteError,
     PeerLostError,
@@ -32,7 +34,8 @@ from mesatron.monitor.progress import Progress, Reading
 from mesatron.monitor.writer import Monitor
 from mesatron.parallel import distributed
 from mesatron.parallel.distributed import World
-from mesatron.parallel.zero import ZeroEngine
+from mesatron.parallel.engine import build_engine
+from mesatron.parallel.layout import lay_out
 from mesatron.train.data import open_data
 from mesatron.train.environment import describe_environment
 from mesatron.train.run import ResumePoint, Run
@@ -57,7 +60,7 @@ def train(config: Config, stop_at_step: int | None = None, allow_changes: bool =
         if stop_at_step and start.step >= stop_at_step and start.step < config.train.steps:
             raise world.raised_by_all(_stopped(start.step, config))
         if start.step < config.train.steps:
-            Trainer(config, world, start, environment).run(stop_at_step)
+            Trainer(config, world, start, environment, allow_changes).run(stop_at_step)
         elif world.is_first:
             print(f"{config.run_folder} is complete: step {start.step} of {config.train.steps} is saved.")
     except BaseException as error:
@@ -75,15 +78,24 @@ def train(config: Config, stop_at_step: int | None = None, allow_changes: bool =
             distributed.stop()
 
 
+PROBE_SEQUENCES = 8
+PROBE_TOLERANCES = {"fp32": 1e-4, "bf16": 2e-3}
+"""Largest relative change of the probe's loss between saving and resuming: rounding of another layout."""
+
+
 class Trainer:
     """One attempt at a run, in one of its processes."""
 
-    def __init__(self, config: Config, world: World, start: ResumePoint, environment: dict[str, Any]) -> None:
+    def __init__(
+        self, config: Config, world: World, start: ResumePoint, environment: dict[str, Any], allow_changes: bool
+    ) -> None:
         self.texts = {"config.yaml": dump_config(config), "environment.json": json.dumps(environment, indent=1) + "\n"}
         self.kernels = world.from_first(lambda: choose_kernels(config, world.device))
         self.config = with_kernels(config, self.kernels.implementation)
-        self.world, self.start = world, start
-        self.accumulation_steps = world.from_first(lambda: accumulation_steps(config, world.size))
+        self.world, self.start, self.allow_changes = world, start, allow_changes
+        data_size = world.from_first(lambda: data_parallel_size(config, world.size))
+        self.accumulation_steps = world.from_first(lambda: accumulation_steps(config, data_size))
+        self.layout = lay_out(config, world)
         self.manifest: Manifest = world.from_first(lambda: open_data(config))
         self.timer = PhaseTimer(world.device)
         self.step = start.step
@@ -94,7 +106,7 @@ class Trainer:
         """Train from the resume point to `stop_at_step` or the last step."""
         last_step = min(self.config.train.steps, stop_at_step or self.config.train.steps)
         with ExitStack() as stack:
-            self.engine = ZeroEngine(self.config, self.world, self.accumulation_steps)
+            self.engine = build_engine(self.config, self.layout, self.accumulation_steps)
             origin = StartState(self.start.checkpoint, self.engine, self.config)
             origin.initialize()
             self._rehearse()
@@ -110,6 +122,7 @@ class Trainer:
                 stack.callback(self.monitor.close)
                 self.progress = stack.enter_context(Progress(self.config.train.steps, self.start.step))
                 self._announce()
+            self._check_probe(origin.state.get("probe_loss"))
             if self.step == 0:
                 self._validate()
             while self.step < last_step:
@@ -126,27 +139,20 @@ class Trainer:
         begin = time.perf_counter()
         with self.timer.phase("data"):
             batch = next(self.stream)
-        targets, checksum = self.world.sum(float((batch.targets != IGNORED_TARGET).sum()), _checksum(batch.sample_ids))
-        micro_batches = batch.split(self.config.train.micro_batch_size)
-        loss_sum = torch.zeros((), device=self.world.device)
-        for number, micro_batch in enumerate(micro_batches, start=1):
-            with self.timer.phase("forward"):
-                losses = self.engine.losses(micro_batch.tokens, micro_batch.targets, micro_batch.cu_seqlens)
-                loss = losses.sum()
-            with self.timer.phase("backward"):
-                self.engine.backward(loss, targets, last=number == len(micro_batches))
-            loss_sum += loss.detach()
+        micro_batches = [self.layout.piece(part) for part in batch.split(self.config.train.micro_batch_size)]
+        own_targets = float(sum((part.targets != IGNORED_TARGET).sum() for part in micro_batches))
+        targets, checksum = self.layout.sum(own_targets, _checksum(batch.sample_ids) / self.layout.context.size)
         lr = learning_rate(self.config.train, self.step + 1)
-        with self.timer.phase("step"):
-            result = self.engine.step(lr)
+        loss_sum, result = self.engine.update(micro_batches, targets, lr, self.timer)
         self.step += 1
         self.tokens_seen += self.config.tokens_per_step
         self.seconds_since_log += time.perf_counter() - begin
         self._count_skipped(result.applied)
         if self._due(self.config.monitor.log_every_steps):
-            (global_loss_sum,) = self.world.sum(float(loss_sum))
+            (global_loss_sum,) = self.layout.sum(float(loss_sum))
+            observed = self._observe()
             if self.world.is_first:
-                self._log(global_loss_sum / targets, lr, result.grad_norm, checksum)
+                self._log(global_loss_sum / targets, lr, result.grad_norm, checksum, *observed)
 
     def _count_skipped(self, applied: bool) -> None:
         if applied:
@@ -167,12 +173,35 @@ class Trainer:
     def _validate(self) -> None:
         """Perplexity of the current weights on held-out text, in all processes together."""
         with self.engine.evaluating():
-            result = measure(self.engine.losses, iter(self.validation), self.manifest, self.world)
+            result = measure(self.engine.losses, iter(self.validation), self.manifest, self.layout)
         if self.world.is_first:
             by_source = {f"validation/loss_by_source/{name}": loss for name, loss in result.loss_by_source.items()}
             overall = {"validation/loss": result.loss, "validation/perplexity": result.perplexity}
             self.monitor.scalars(self.step, overall | by_source)
             self._say(f"step {self.step}: validation loss {result.loss:.4f}, perplexity {result.perplexity:.2f}")
+
+    def _probe(self) -> float | None:
+        """The loss on a few held-out sequences, the same ones in every layout; None if it is not finite."""
+        with self.engine.evaluating():
+            loss = measure(self.engine.losses, self.validation.first(PROBE_SEQUENCES), self.manifest, self.layout).loss
+        return loss if math.isfinite(loss) else None
+
+    def _check_probe(self, saved: float | None) -> None:
+        """Prove that the weights arrived: the checkpoint's own loss must come out again, whatever layout wrote it."""
+        if saved is None:
+            return
+        found, tolerance = self._probe(), PROBE_TOLERANCES[self.config.train.precision]
+        if found is not None and abs(found - saved) <= tolerance * saved:
+            return
+        difference = f"{self.start.checkpoint} gives a loss of {found} on {PROBE_SEQUENCES} held-out sequences"
+        if self.allow_changes:
+            self._say(f"note       {difference}; it was {saved} when it was saved.")
+            return
+        error = CheckpointError(
+            f"{difference}, but {saved} was saved with it: other weights are in place than were saved; use another "
+            "checkpoint, or pass --allow-changes if settings changed that explain it."
+        )
+        raise self.world.raised_by_all(error)
 
     def _save(self) -> None:
         """A checkpoint of this step; what was recorded up to it reaches the disk first, or a kill would lose points."""
@@ -186,6 +215,7 @@ class Trainer:
             "skipped_in_a_row": self.skipped_in_a_row,
             "data": self.stream.state_dict(),
             "tokenizer_sha256": self.manifest.tokenizer_sha256,
+            "probe_loss": self._probe(),
             "world_size": self.world.size,
         }
         path = save(self.engine, self.config, self.world, self.start.attempt, state, self.texts)
@@ -196,26 +226,27 @@ class Trainer:
 
         Whatever it changes is overwritten by the restore that follows.
         """
-        train, context = self.config.train, self.config.data.context_length
-        generator = torch.Generator().manual_seed(self.world.rank)
-        vocabulary = self.config.model.vocabulary_size
-        # With accumulation the second pass runs beside the gradients of the first.
-        for last in [True] if self.accumulation_steps == 1 else [False, True]:
-            tokens = torch.randint(vocabulary, (train.micro_batch_size, context), generator=generator)
-            bounds = torch.arange(train.micro_batch_size + 1, dtype=torch.int32) * context
-            losses = self.engine.losses(tokens, tokens, bounds)
-            self.engine.backward(losses.sum(), float(train.global_batch_size * context), last)
-        self.engine.step(lr=0.0)
+        train, length = self.config.train, self.config.data.context_length // self.layout.context.size
+        generator = torch.Generator().manual_seed(self.layout.copies.rank)
+        shape = train.micro_batch_size, length
+        tokens = torch.randint(self.config.model.vocabulary_size, shape, generator=generator)
+        bounds = torch.arange(train.micro_batch_size + 1, dtype=torch.int32) * length
+        batch = Batch(tokens, tokens, bounds, torch.zeros_like(tokens), torch.zeros(train.micro_batch_size))
+        # With accumulation the second pass runs beside the gradients of the first; a pipeline knows no shorter step.
+        passes = self.accumulation_steps if self.layout.pipeline.size > 1 else min(2, self.accumulation_steps)
+        targets = float(train.global_batch_size * self.config.data.context_length)
+        self.engine.update([batch] * passes, targets, 0.0, self.timer)
+        self.timer.read()
 
     def _open_data(self, state: dict[str, Any]) -> None:
         data, evaluate = self.config.data, self.config.evaluate
         self.stream = TrainStream(
-            str(data.folder), self.config.train.global_batch_size, self.world.rank, self.world.size,
+            str(data.folder), self.config.train.global_batch_size, self.layout.data.rank, self.layout.data.size,
             seed=self.config.train.seed, shuffle=data.shuffle, num_canonical_nodes=data.num_canonical_nodes,
             shuffle_block_size=data.shuffle_block_size, workers=data.workers, timeout_seconds=data.timeout_seconds,
         )  # fmt: skip
         self.validation = ValidationSet(
-            str(data.folder), evaluate.micro_batch_size, self.world.rank, self.world.size,
+            str(data.folder), evaluate.micro_batch_size, self.layout.data.rank, self.layout.data.size,
             max_samples=evaluate.max_sequences or None, workers=data.workers, timeout_seconds=data.timeout_seconds,
         )  # fmt: skip
         if "data" in state:
@@ -239,15 +270,30 @@ class Trainer:
             f"kernels    {self.kernels.implementation} ({self.kernels.reason}); around it "
             f"{fused.form(config.model.implementation, self.world.device)}",
             f"processes  {self.world.size} on {self.world.device.type}, ZeRO-{config.parallel.zero_stage}",
+            f"layout     {self.layout.describe()}",
             f"batch      {train.global_batch_size} sequences = {train.micro_batch_size} x {self.accumulation_steps} "
-            f"accumulation x {self.world.size} processes; {config.tokens_per_step:,} tokens per step",
+            f"accumulation x {self.layout.data.size} data-parallel; {config.tokens_per_step:,} tokens per step",
             f"data       {config.data.folder}, {self.stream.steps_per_epoch} steps per epoch, "
             f"{self.stream.dropped_samples} sequences left over",
             f"steps      {self.step} of {train.steps} done, checkpoint every {config.checkpoint.every_steps}",
         ]:
             self.progress.say(line)
 
-    def _log(self, loss: float, lr: float, grad_norm: float, checksum: float) -> None:
+    def _observe(self) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """What the mixers saw, of every layer in the first process that holds it; complete in the first process."""
+        leads = self.layout.tensor.rank == 0 and self.layout.copies.rank == 0
+        scalars, distributions = self.engine.observed() if leads else ({}, {})
+        if self.layout.pipeline.size > 1:
+            for other_scalars, others in self.world.gather(
+                (scalars, {tag: x.cpu() for tag, x in distributions.items()})
+            ):
+                scalars, distributions = scalars | other_scalars, distributions | others
+        return scalars, distributions
+
+    def _log(
+        self, loss: float, lr: float, grad_norm: float, checksum: float,
+        observed: dict[str, float], distributions: dict[str, Tensor],
+    ) -> None:  # fmt: skip
         """The step's figures, to TensorBoard, metrics.jsonl and the terminal."""
         seconds, steps = self.seconds_since_log, self.step - self.logged_step
         tokens_per_second = steps * self.config.tokens_per_step / seconds
@@ -264,7 +310,6 @@ class Trainer:
             "memory/peak_bytes": self._peak_memory(),
         }
         scalars |= {f"time/{phase}_seconds": total / steps for phase, total in phases.items()}
-        observed, distributions = self.engine.module.observed()
         self.monitor.scalars(self.step, scalars | observed)
         if self._due(self.config.monitor.histogram_every_steps):
             for tag, values in distributions.items():

@@ -30,7 +30,7 @@ def save(
     root, step = config.run_folder / "checkpoints", state["step"]
     writer = CheckpointWriter(root, step, world.rank, world.size, attempt)
     shapes = engine.shapes()
-    owned = list(shapes)[world.rank :: world.size]
+    owned = engine.owned()
 
     def stream(kind: str, prefix: str) -> Iterator[tuple[str, Tensor]]:
         own = set(owned)
@@ -95,11 +95,10 @@ class StartState:
         return self._reader.tensor(*(("weights", name) if kind == "weight" else ("optimizer", f"{kind}/{name}")))
 
     def _start_value(self, kind: str, name: str) -> Tensor:
-        parameter = self._engine.parameters[name]
-        shape = self._engine.shapes()[name]
+        whole = self._engine.whole[name]
         if kind == "weight":
-            return initial_value(name, shape, parameter.info, self._config.train.seed)  # type: ignore[attr-defined]
-        return torch.zeros(shape)
+            return initial_value(name, whole.shape, whole.info, self._config.train.seed)  # type: ignore[attr-defined]
+        return torch.zeros(whole.shape)
 
 
 def _generators(world: World) -> dict[str, Tensor]:

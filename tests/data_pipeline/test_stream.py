@@ -217,6 +217,18 @@ def test_validation_reads_each_sample_once(prepared: Path, world_size: int) -> N
     assert sorted(seen) == list(range(samples))
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_first_validation_samples_are_the_same_for_all_numbers_of_ranks(prepared: Path, world_size: int) -> None:
+    seen = []
+    for rank in range(world_size):
+        validation = ValidationSet(str(prepared), 2, rank=rank, world_size=world_size, max_samples=3)
+        batches = list(validation.first(5))
+        validation.close()
+        assert all(len(batch.tokens) <= 2 for batch in batches)
+        seen += [sample for batch in batches for sample in batch.sample_ids.tolist()]
+    assert sorted(seen) == list(range(5))
+
+
 def test_too_little_data_and_unequal_shares(prepared: Path) -> None:
     with pytest.raises(DataError, match=r"holds \d+ training samples, fewer than one global batch of 100000"):
         TrainStream(str(prepared), 100_000)

@@ -9,26 +9,24 @@ import multiprocessing
 import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from mesatron_data.manifest import Manifest, SourceCounts, SplitCounts, read_json
-from mesatron_data.mosaic import streaming
-from mesatron_data.pack import Packer
-from mesatron_data.shards import COMPRESSION, HASHES
+from mesatron_data.synthetic import write_shards
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import mesatron
+from mesatron.prove.worlds import PRELOAD
 
 PROGRAM = Path(mesatron.__file__).with_name("__main__.py")
 FORKED = Path(__file__).with_name("forked.py")
 TIME_LIMIT_SECONDS = 240
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["mesatron.train.loop", "mesatron.cli", "torch.utils.tensorboard"])
+FORK.set_forkserver_preload([*PRELOAD, "torch.utils.tensorboard"])
 
 
 @dataclass(frozen=True)
@@ -101,6 +99,12 @@ class RunFolder:
 World = Callable[..., Outcome]
 
 
+@pytest.fixture(scope="session")
+def fork_server() -> ForkServerContext:
+    """The server that all worlds are forked from."""
+    return FORK
+
+
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     """`world(size, script, *arguments)` runs a script as the main program of `size` processes that can talk.
@@ -141,40 +145,6 @@ def world(tmp_path: Path) -> World:
 def train(world: World) -> World:
     """`train(size, config, *options)`: the train verb in forked processes."""
     return lambda size, *arguments, **settings: world(size, PROGRAM, "train", *arguments, **settings)
-
-
-def write_shards(folder: Path, vocabulary_size: int, context_length: int, samples: dict[str, int], seed: int) -> Path:
-    """A prepared folder of random documents in which low ids are frequent, with a vocabulary of any size."""
-    draw = np.random.default_rng(seed)
-    manifest = Manifest(
-        tokenizer_sha256="e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",  # of the empty file
-        vocabulary_size=vocabulary_size, bos_id=1, context_length=context_length, token_dtype="uint16",
-        sources=["a", "b"], splits={}, request="",
-    )  # fmt: skip
-    columns = {
-        "tokens": f"ndarray:uint16:{context_length + 1}",
-        "document_starts": "ndarray:int32",
-        "sources": "ndarray:uint16",
-    }
-    folder.mkdir(parents=True)
-    for split, count in samples.items():
-        packer = Packer(context_length, 1, "uint16")
-        with streaming.MDSWriter(
-            columns=columns, out=str(folder / split), compression=COMPRESSION, hashes=HASHES, size_limit=1 << 13
-        ) as writer:
-            written = 0
-            while written < count:
-                ids = 2 + (vocabulary_size - 2) * draw.random(int(draw.integers(1, 3 * context_length))) ** 3
-                for sample in packer.add(ids.astype(int).tolist(), int(draw.integers(2))):
-                    if written < count:
-                        writer.write(vars(sample))
-                        written += 1
-        manifest.splits[split] = SplitCounts(samples=count, sources={"a": SourceCounts(), "b": SourceCounts()})
-    indexes = {split: read_json(str(folder), f"{split}/index.json") for split in samples}
-    manifest.fingerprint = manifest.content_fingerprint(indexes)
-    (folder / "tokenizer.model").touch()
-    (folder / "manifest.json").write_bytes(manifest.to_json())
-    return folder
 
 
 @pytest.fixture(scope="session")

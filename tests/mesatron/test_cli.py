@@ -187,7 +187,7 @@ def test_config_check_prints_the_resolved_config_and_its_arithmetic(places: dict
     assert config == load_config(places["config"], ["train.peak_lr=2e-3"])
     assert f"# parameters       {config.model.parameter_count():,}\n" in text
     assert "# tokens per step  512 = 8 sequences x 64 tokens\n" in text
-    assert "# global batch     8 = 2 micro x 2 accumulation x 2 processes\n" in text
+    assert "# global batch     8 = 2 micro x 2 accumulation x 2 data-parallel\n" in text
     assert "# steps            6 = 3,072 tokens\n" in text
 
 

@@ -11,10 +11,11 @@ from torch import nn
 
 from mesatron.config import ModelConfig
 from mesatron.model.mixers.mesa import MesaMixer
+from mesatron.model.seams import Seams
 
 MIXERS: dict[str, type[nn.Module]] = {"mesa": MesaMixer}
 
 
-def build_mixer(config: ModelConfig) -> nn.Module:
-    """One layer of the mixer that `config` names."""
-    return MIXERS[config.mixer](config)
+def build_mixer(config: ModelConfig, seams: Seams) -> nn.Module:
+    """One layer of the mixer that `config` names, which looks at other tokens through `seams`."""
+    return MIXERS[config.mixer](config, seams)

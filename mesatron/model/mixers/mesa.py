@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 import torch
-from mesatron_kernels import MesaState, mesa, mesa_step
+from mesatron_kernels import MesaState, mesa_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,6 +16,7 @@ from mesatron.model.linear import GateProjection, Linear
 from mesatron.model.norm import RMSNorm
 from mesatron.model.parameter import make_parameter
 from mesatron.model.precision import at_least_fp32
+from mesatron.model.seams import Seams
 
 
 class MesaMixerState(NamedTuple):
@@ -29,9 +30,9 @@ class MesaMixerState(NamedTuple):
 class MesaMixer(nn.Module):
     """The paper's parametrisation around the Mesa operator."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, seams: Seams) -> None:
         super().__init__()
-        self.config = config.mesa
+        self.config, self.seams = config.mesa, seams
         self.heads, self.head_dim = config.heads, config.head_dim
         inner = config.heads * config.head_dim
         self.q = Linear(config.width, inner)
@@ -58,8 +59,9 @@ class MesaMixer(nn.Module):
         keep_state: bool = False,
     ) -> tuple[Tensor, MesaMixerState | None]:
         """x [B, T, width] to y [B, T, width] and, if it is to be kept, the state after the last token."""
-        q, q_history = self.q_convolution(self.q(x), state and state.q_history, cu_seqlens)
-        k, k_history = self.k_convolution(self.k(x), state and state.k_history, cu_seqlens)
+        convolve = self.seams.convolve
+        q, q_history = convolve(self.q_convolution, self.q(x), state and state.q_history, cu_seqlens)
+        k, k_history = convolve(self.k_convolution, self.k(x), state and state.k_history, cu_seqlens)
         v = self.v(x).unflatten(-1, (self.heads, self.head_dim))
         log_gamma, beta, lam = self._gates(x)
         if state is not None and x.shape[1] == 1:
@@ -68,7 +70,7 @@ class MesaMixer(nn.Module):
             )  # fmt: skip
             o = result.o[:, None]
         else:
-            result = mesa(
+            result = self.seams.mesa(
                 q, k, v, log_gamma, beta, lam, initial_state=state and state.memory, cu_seqlens=cu_seqlens,
                 chunk_size=self.config.chunk_size, return_state=keep_state, **self._solver(),
             )  # fmt: skip

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mesatron_data.manifest import load_manifest
 
-from mesatron.config import accumulation_steps, check_prepared, load_config
+from mesatron.config import accumulation_steps, check_prepared, data_parallel_size, load_config
 from mesatron.errors import ConfigError, DataError
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
@@ -26,6 +26,26 @@ QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
         (["train.start_lr=5e-3"], "train.start_lr (0.005) must not exceed train.peak_lr (0.004)"),
         (["model.mesa.lambda_initial=0.25"], "lambda_initial (0.25) must exceed model.mesa.lambda_lower_bound (0.25)"),
         (["model.mlp_ratio=0.003"], "0.003 x 128 rounds to 0"),
+        (["parallel.tensor_size=4"], "model.heads must be a multiple of parallel.tensor_size, but 2 = 0 x 4 + 2"),
+        (["parallel.tensor_size=2", "model.mlp_ratio=1.0078125"], "129 = 64 x 2 + 1"),
+        (["parallel.sequence_parallel=true"], "parallel.sequence_parallel needs parallel.tensor_size above 1"),
+        (["parallel.context_size=3"], "parallel.context_size, but 256 = 85 x 3 + 1"),
+        (
+            [
+                "data.context_length=6",
+                "parallel.context_size=2",
+                "parallel.tensor_size=2",
+                "parallel.sequence_parallel=true",
+            ],
+            "parallel.context_size x parallel.tensor_size, but 6 = 1 x 4 + 2",
+        ),
+        (["data.context_length=8", "parallel.context_size=4"], "8 / 4 = 2 tokens are fewer than the 3 that"),
+        (["parallel.pipeline_size=5"], "5 stages would share 4 blocks"),
+        *(
+            (["parallel.pipeline_size=2", f"parallel.zero_stage={stage}"], "needs parallel.zero_stage 1")
+            for stage in (0, 2, 3)
+        ),
+        (["parallel.offload_optimizer=true", "parallel.zero_stage=0"], "pipeline_size 1, not 0 and 1"),
         (["data.folder=data_pipeline/sample"], "data.folder and data.input_folder are both data_pipeline/sample"),
     ],
 )
@@ -81,3 +101,28 @@ def test_prepared_data_must_fit(tiny_data: Path, tiny_config, tmp_path: Path) ->
         config = load_config(tiny_config(tmp_path), [override])
         with pytest.raises(DataError, match=numbers):
             check_prepared(config, manifest, tiny_data / "shards")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "processes", "arithmetic"),
+    [
+        ({"tensor_size": 2}, 3, "1 x 1"),
+        ({"tensor_size": 2, "context_size": 2, "pipeline_size": 2}, 12, "2 x 2 x 2 = 8, but it is 12"),
+        ({"data_size": 3}, 4, "parallel.data_size 3 times .* = 1 calls for 3 processes, not 4; .* 0 or 4, or start 3"),
+        ({"data_size": 2, "tensor_size": 2}, 8, "= 2 calls for 4 processes, not 8; .* 0 or 4, or start 4"),
+    ],
+)
+def test_processes_must_be_the_product_of_the_sizes(sizes: dict[str, int], processes: int, arithmetic: str) -> None:
+    parallel = QUICKSTART_CONFIG.parallel.model_copy(update=sizes)
+    with pytest.raises(ConfigError, match=arithmetic):
+        data_parallel_size(QUICKSTART_CONFIG.model_copy(update={"parallel": parallel}), processes)
+
+
+@given(*(st.integers(1, 4) for _ in range(4)), st.booleans())
+def test_the_data_parallel_size_is_the_missing_factor(
+    tensor: int, context: int, pipeline: int, data: int, given_too: bool
+) -> None:
+    sizes = {"tensor_size": tensor, "context_size": context, "pipeline_size": pipeline, "data_size": data * given_too}
+    parallel = QUICKSTART_CONFIG.parallel.model_copy(update=sizes)
+    config = QUICKSTART_CONFIG.model_copy(update={"parallel": parallel})
+    assert data_parallel_size(config, tensor * context * pipeline * data) == data

@@ -11,15 +11,16 @@ import torch
 from mesatron.config import load_config
 from mesatron.model.parameter import initial_value
 from mesatron.parallel import distributed
+from mesatron.parallel.layout import lay_out
 from mesatron.parallel.zero import ZeroEngine
 
 config = load_config(Path(sys.argv[1]))
 world = distributed.start()
-engine = ZeroEngine(config, world, accumulation_steps=1)
+engine = ZeroEngine(config, lay_out(config, world), accumulation_steps=1)
 
 
 def start_value(kind: str, name: str) -> torch.Tensor:
-    value = initial_value(name, engine.shapes()[name], engine.parameters[name].info, seed=0)
+    value = initial_value(name, engine.shapes()[name], engine.whole[name].info, seed=0)
     return value + 6.9 if name.endswith("gamma.bias") else value
 
 
@@ -27,5 +28,5 @@ engine.restore(start_value, ("weight",))
 tokens = torch.arange(2 * config.data.context_length).view(2, -1) % config.model.vocabulary_size
 engine.losses(tokens, tokens, torch.tensor([0, tokens.shape[1], tokens.numel()]))
 if world.is_first:
-    torch.save([block.mixer.observations["gamma"] for block in engine.module.blocks], sys.argv[2])
+    torch.save([seen for tag, seen in engine.observed()[1].items() if tag.startswith("gamma/")], sys.argv[2])
 distributed.stop()

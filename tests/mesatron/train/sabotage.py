@@ -33,7 +33,7 @@ def sabotaged_step(trainer: Trainer) -> None:
 
 
 def sabotaged_backward(engine: ZeroEngine, loss_sum, global_targets, last) -> None:
-    spoilt = fault == "inf" and now["step"] in steps and engine.world.rank == engine.world.size - 1
+    spoilt = fault == "inf" and now["step"] in steps and engine.layout.world.rank == engine.layout.world.size - 1
     backward(engine, loss_sum * float("inf") if spoilt else loss_sum, global_targets, last)
     if fault == "kill" and now["step"] in steps:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -8,6 +8,7 @@ from torch import Tensor
 from mesatron.config import ModelConfig
 from mesatron.model.mixers import build_mixer
 from mesatron.model.mixers.mesa import MesaMixer
+from mesatron.model.seams import Seams
 
 WIDTH, HEADS, CAP = 8, 4, 0.9975
 
@@ -15,7 +16,7 @@ WIDTH, HEADS, CAP = 8, 4, 0.9975
 def make_mixer(beta: float, gamma: float, **mesa: object) -> MesaMixer:
     """A layer with gate logits of about `beta` and `gamma`."""
     config = {"vocabulary_size": 3, "width": WIDTH, "layers": 1, "heads": HEADS, "head_dim": 2, "mesa": mesa}
-    mixer = build_mixer(ModelConfig.model_validate(config))
+    mixer = build_mixer(ModelConfig.model_validate(config), Seams())
     assert isinstance(mixer, MesaMixer)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -1,0 +1,75 @@
+"""Which part of every whole parameter a process holds, told from the shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mesatron.config import ModelConfig
+from mesatron.model.backbone import Backbone
+from mesatron.model.parameter import ParameterInfo
+from mesatron.parallel.layout import Group
+
+
+@dataclass(frozen=True)
+class Share:
+    """Part of a parameter of shape `whole`: all of it, or along `dimension` the group.rank-th of group.size equal runs.
+
+    The last runs may reach beyond the whole, which is then filled up with zeros.
+    """
+
+    whole: torch.Size
+    info: ParameterInfo
+    local: torch.Size
+    group: Group
+    dimension: int | None
+
+    def cut(self, value: Tensor) -> Tensor:
+        """This process's part of a whole tensor."""
+        if self.dimension is None:
+            return value
+        length = self.local[self.dimension]
+        beyond = length * self.group.size - self.whole[self.dimension]
+        filled = F.pad(value, [0, 0] * (value.ndim - 1 - self.dimension) + [0, beyond])
+        return filled.narrow(self.dimension, self.group.rank * length, length)
+
+    def join(self, part: Tensor) -> Tensor:
+        """The whole tensor, in every process of the group; all of them must call it."""
+        if self.dimension is None:
+            return part
+        parts = [torch.empty_like(part) for _ in range(self.group.size)]
+        dist.all_gather(parts, part.contiguous(), group=self.group.handle)
+        return torch.cat(parts, self.dimension).narrow(self.dimension, 0, self.whole[self.dimension])
+
+
+def share_of(model: ModelConfig, tensor_size: int) -> ModelConfig:
+    """The sizes of one process's share of `model`; the vocabulary is filled up to a multiple of `tensor_size`."""
+    return model.model_copy(
+        update={
+            "vocabulary_size": -(-model.vocabulary_size // tensor_size),
+            "heads": model.heads // tensor_size,
+            "mlp_ratio": model.mlp_width // tensor_size / model.width,
+        }
+    )
+
+
+def whole_parameters(config: ModelConfig) -> dict[str, nn.Parameter]:
+    """Every parameter of the unshared model by name, without its memory."""
+    with torch.device("meta"):
+        return dict(Backbone(config).named_parameters())
+
+
+def shares(whole: Mapping[str, nn.Parameter], local: Mapping[str, torch.Size], tensor: Group) -> dict[str, Share]:
+    """The share that each of the `local` shapes is of the parameter of its name: it is cut where they differ."""
+    found = {}
+    for name, shape in local.items():
+        parameter = whole[name]
+        cuts = [d for d, (all_of_it, here) in enumerate(zip(parameter.shape, shape, strict=True)) if all_of_it != here]
+        dimension = cuts[0] if cuts else None
+        found[name] = Share(parameter.shape, parameter.info, shape, tensor, dimension)  # type: ignore[attr-defined]
+    return found

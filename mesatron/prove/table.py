@@ -1,0 +1,144 @@
+"""Every layout against one process: the real trainer, run in each, and its records and checkpoints compared."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import yaml
+from mesatron_data.synthetic import write_shards
+from safetensors.torch import load_file
+from torch import Tensor
+
+from mesatron.checkpoint.format import step_name
+from mesatron.prove.layouts import Case
+from mesatron.prove.worlds import WorldFailed, run_world
+
+LIMIT = 2e-5
+"""Largest relative difference that is rounding."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run did: loss and gradient norm of every step, first gradients and last weights by name."""
+
+    checksums: list[float]
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Relative differences of a layout from one process: the largest over steps, and over tensors with its name."""
+
+    case: Case
+    loss: float
+    norm: float
+    gradient: tuple[float, str]
+    weight: tuple[float, str]
+
+    @property
+    def holds(self) -> bool:
+        """Whether all of them are rounding."""
+        return max(self.loss, self.norm, self.gradient[0], self.weight[0]) <= LIMIT
+
+
+class Prover:
+    """Runs a tiny model in `folder`, fp32, in one layout after the other.
+
+    Sizes divide as little as they may: vocabulary_size, 3 blocks, sequences of 96 tokens that documents cross. The
+    solver's tolerance is 1e-7, since context parallelism regroups chunks and so agrees to the tolerance only; Adam's
+    epsilon 1e-6, since it makes an update of full size from a gradient that is all rounding.
+    """
+
+    def __init__(self, context: ForkServerContext, folder: Path, steps: int, vocabulary_size: int = 50257) -> None:
+        self.context, self.folder, self.steps = context, folder, steps
+        self.traces: dict[Case, Trace] = {}
+        values = {
+            "name": "proof", "runs_folder": str(folder / "runs"),
+            "model": {
+                "vocabulary_size": vocabulary_size, "width": 24, "layers": 3, "heads": 4, "head_dim": 6,
+                "mlp_ratio": 1.5, "norm_epsilon": 1e-2, "mesa": {"chunk_size": 16, "solver_tolerance": 1e-7},
+            },
+            "tokenizer": {"path": str(folder / "no-tokenizer")},
+            "data": {"input_folder": str(folder / "no-text"), "folder": str(folder / "shards"), "context_length": 96},
+            "train": {
+                "steps": steps, "global_batch_size": 12, "micro_batch_size": 1, "precision": "fp32", "peak_lr": 1e-3,
+                "start_lr": 1e-3, "warmup_steps": 0, "epsilon": 1e-6,
+            },
+            "checkpoint": {"every_steps": 1, "keep_last": steps},
+            "evaluate": {"every_steps": steps, "max_sequences": 8, "micro_batch_size": 2},
+        }  # fmt: skip
+        write_shards(folder / "shards", vocabulary_size, 96, {"train": 12 * steps, "validation": 9}, seed=3)
+        self.config = folder / "config.yaml"
+        self.config.write_text(yaml.safe_dump(values, sort_keys=False))
+
+    def prove(self, case: Case) -> Verdict:
+        """`case` against one process, which is run once. Raises WorldFailed."""
+        if case.reference not in self.traces:
+            self.traces[case.reference] = self.trace(case.reference)
+        return compare(case, self.trace(case), self.traces[case.reference])
+
+    def trace(self, case: Case) -> Trace:
+        """Train in `case` and read what it left."""
+        run = self.folder / "runs/proof"
+        shutil.rmtree(run, ignore_errors=True)
+        run_world(self.context, case.processes, ["train", str(self.config), *case.overrides], self.folder)
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        checksums, losses, norms = (
+            [line[tag] for line in lines if tag in line]
+            for tag in ("data/samples_checksum", "train/loss", "train/grad_norm")
+        )
+        # After one step Adam's first moment is the gradient, clipped and times 1 - beta1.
+        moments = _tensors(run / "checkpoints" / step_name(1), "optimizer")
+        gradients = {name: tensor for name, tensor in moments.items() if name.startswith("exp_avg/")}
+        weights = _tensors(run / "checkpoints" / step_name(self.steps), "weights")
+        return Trace(checksums, losses, norms, gradients, weights)
+
+
+def compare(case: Case, found: Trace, expected: Trace) -> Verdict:
+    """Raises WorldFailed when the two did not even read the same sequences, or hold different tensors."""
+    if found.checksums != expected.checksums or found.weights.keys() != expected.weights.keys():
+        raise WorldFailed(f"{case.name} trains on other sequences, or other tensors, than one process does.")
+    return Verdict(
+        case,
+        _largest(found.losses, expected.losses),
+        _largest(found.norms, expected.norms),
+        _farthest(found.gradients, expected.gradients),
+        _farthest(found.weights, expected.weights),
+    )
+
+
+def table(prover: Prover, cases: Iterable[Case], show: Callable[[str], None]) -> bool:
+    """Prove `cases` and show a line of each; returns whether all hold."""
+    show(f"{'layout':48} {'loss':>8} {'norm':>8} {'gradient':>8} {'weights':>8}  verdict")
+    hold = True
+    for case in cases:
+        verdict = prover.prove(case)
+        hold &= verdict.holds
+        figures = (verdict.loss, verdict.norm, verdict.gradient[0], verdict.weight[0])
+        worst = "" if verdict.holds else f" (gradient of {verdict.gradient[1]}, weight {verdict.weight[1]})"
+        numbers = " ".join(f"{figure:8.1e}" for figure in figures)
+        show(f"{case.name:48} {numbers}  {'equal' if verdict.holds else 'DIFFERENT'}{worst}")
+    return hold
+
+
+def _tensors(checkpoint: Path, kind: str) -> dict[str, Tensor]:
+    return {
+        name: tensor for file in checkpoint.glob(f"{kind}-*.safetensors") for name, tensor in load_file(file).items()
+    }
+
+
+def _largest(found: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+def _farthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """Norm of the difference over the norm of the tensor, where it is largest."""
+    return max((float((found[name] - tensor).norm() / tensor.norm()), name) for name, tensor in expected.items())

@@ -1,0 +1,51 @@
+"""Shares of parameters: those of all members of a tensor group, put together, are the whole once and in order, for
+every parameter of a model, checked against the numbers 0, 1, 2, ... in it. Sizes divide by the group's except the
+vocabulary's, which is filled up with zeros.
+"""
+
+import pytest
+import torch
+
+from mesatron.config import ModelConfig
+from mesatron.model.backbone import Backbone
+from mesatron.parallel.layout import Group
+from mesatron.parallel.shares import share_of, shares, whole_parameters
+
+MODEL = ModelConfig(vocabulary_size=101, width=36, layers=2, heads=6, head_dim=6, mlp_ratio=1.5)
+REPLICATED = {"mixer_norm.weight", "mlp_norm.weight", "norm.weight"}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_shares_make_the_whole(size: int) -> None:
+    whole = whole_parameters(MODEL)
+    with torch.device("meta"):
+        local = {name: p.shape for name, p in Backbone(share_of(MODEL, size)).named_parameters()}
+    members = [shares(whole, local, Group(rank, size)) for rank in range(size)]
+    for name, parameter in whole.items():
+        value = torch.arange(parameter.numel()).view(parameter.shape) + 1
+        parts = [member[name].cut(value) for member in members]
+        assert all(part.shape == local[name] for part in parts)
+        dimension = members[0][name].dimension
+        if dimension is None:
+            assert size == 1 or name in REPLICATED or name.split(".", 2)[-1] in REPLICATED
+            assert all(torch.equal(part, value) for part in parts)
+            continue
+        joined = torch.cat(parts, dimension)
+        assert torch.equal(joined.narrow(dimension, 0, parameter.shape[dimension]), value)
+        beyond = joined.narrow(dimension, parameter.shape[dimension], joined.shape[dimension] - value.shape[dimension])
+        assert not beyond.any()
+        assert beyond.numel() == 0 or name == "embedding.weight"
+
+
+def test_heads_stay_whole() -> None:
+    """A member's rows of q, gates, convolution, Lambda and output norm belong to the same heads."""
+    local = {name: p.shape for name, p in Backbone(share_of(MODEL, 3)).named_parameters()}
+    second = shares(whole_parameters(MODEL), local, Group(1, 3))
+    heads = torch.arange(6)
+    by_row = {"q.weight": heads.repeat_interleave(6)[:, None].expand(36, 36), "gamma.bias": heads,
+              "beta.weight": heads[:, None].expand(6, 36), "theta": heads[:, None].expand(6, 6),
+              "k_convolution.weight": heads.repeat_interleave(6)[:, None].expand(36, 4),
+              "norm.weight": heads[:, None].expand(6, 6),
+              "output.weight": heads.repeat_interleave(6).expand(36, 36)}  # fmt: skip
+    for name, owner in by_row.items():
+        assert second[f"blocks.1.mixer.{name}"].cut(owner).unique().tolist() == [2, 3], name

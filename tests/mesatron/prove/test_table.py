@@ -1,0 +1,72 @@
+"""The core of `mesatron prove`: real trainings in layouts of 2 to 4 processes against one process.
+
+Loss and gradient norm of every step, every gradient of the first and every weight after the last, fp32, to rounding;
+vocabulary, sequences and documents divide by nothing, and documents cross and end inside what processes hold. The
+other layouts of the table run with the command. That the comparison can fail is checked with one changed number.
+"""
+
+from dataclasses import replace
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import pytest
+
+from mesatron.prove.layouts import Case
+from mesatron.prove.table import Prover, compare, table
+from mesatron.prove.worlds import WorldFailed, run_world
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def prover(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServerContext) -> Prover:
+    return Prover(fork_server, tmp_path_factory.mktemp("prove") / "folder", STEPS, vocabulary_size=211)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tensor=4, sequence_parallel=True, documents=True),
+        Case(tensor=2, data=2, zero_stage=0),
+        Case(tensor=2, data=2, zero_stage=2, documents=True, offload=True, recompute="selective"),
+        Case(tensor=2, data=2, zero_stage=3, sequence_parallel=True, documents=True),
+        Case(context=4, documents=True),
+        Case(context=2, data=2, zero_stage=3),
+        Case(tensor=2, context=2, sequence_parallel=True),
+        Case(pipeline=3, documents=True),
+        Case(tensor=2, pipeline=2, sequence_parallel=True, documents=True),
+        Case(context=2, pipeline=2, recompute="full"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_layout_equals_one_process(prover: Prover, case: Case) -> None:
+    lines: list[str] = []
+    assert table(prover, [case], lines.append), lines
+    assert case.name in lines[1]
+
+
+def test_a_difference_is_seen(prover: Prover) -> None:
+    case = Case()
+    trace = prover.traces.get(case) or prover.trace(case)
+    assert len(trace.losses) == len(trace.norms) == STEPS
+    assert len(trace.gradients) == len(trace.weights) > 50
+    assert compare(case, trace, trace).holds
+    name = "blocks.2.mixer.gamma.weight"
+    bent = trace.weights[name].clone()
+    bent.view(-1)[0] += 1e-4 * bent.norm()
+    assert compare(case, replace(trace, weights=trace.weights | {name: bent}), trace).weight[1] == name
+    for changed in (
+        replace(trace, weights=trace.weights | {name: bent}),
+        replace(trace, losses=[*trace.losses[:-1], trace.losses[-1] * 1.0001]),
+        replace(trace, norms=[trace.norms[0] * 1.0001, *trace.norms[1:]]),
+    ):
+        assert not compare(case, changed, trace).holds
+    for other in (replace(trace, checksums=[0.0] * STEPS), replace(trace, weights={})):
+        with pytest.raises(WorldFailed):
+            compare(case, other, trace)
+
+
+def test_a_world_that_fails_gives_its_last_words(prover: Prover, tmp_path: Path) -> None:
+    with pytest.raises(WorldFailed, match=r"Process \d of 2 ended with [28] .*see "):
+        run_world(prover.context, 2, ["train", str(prover.config), "name=failing", "parallel.data_size=5"], tmp_path)
+    assert "calls for 5 processes, not 2" in (tmp_path / "rank-0.log").read_text()

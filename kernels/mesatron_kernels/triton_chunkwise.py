@@ -21,11 +21,15 @@ LARGEST_HEAD = 128  # channels of a head at most
 # Where the norm of H exceeds this many times the smallest Lambda, low terms are kept too: high ones alone are off by
 # 2^-12, which the inverse enlarges by that ratio.
 HARDNESS = 16.0
+SHORTEST_PIECE = 1 if INTERPRETED.value else 8  # chunks
 COLUMNS = 64  # columns of dk and dv that one program forms
 
 
 class Layout(NamedTuple):
-    """How tokens lie in sequences and chunks, as the kernels take it (see `triton_tiles.load_chunk`)."""
+    """How tokens lie in sequences and chunks, as the kernels take it (see `triton_tiles.load_chunk`).
+
+    A scan's sequences are these, or pieces of them where they are too long and too few to fill the GPU.
+    """
 
     chunks: Tensor | None  # int32 [c, 2]
     sequences: Tensor | None  # int32 [S + 1]
@@ -33,7 +37,18 @@ class Layout(NamedTuple):
     length: int
     per_sequence: int
     chunk_count: int  # c
-    sequence_count: int  # S
+    scan_count: int  # S, sequences or pieces
+    first_piece: Tensor | None  # int32 [sequences + 1], if S counts pieces
+
+    def entering(self, added: Tensor, decay: Tensor, outer: Tensor | None, *, backward: bool) -> Tensor:
+        """The state that enters each piece; see `triton_states.combine`."""
+        _, heads, height, width = added.shape
+        assert self.first_piece is not None
+        result, size, block = torch.empty_like(added), height * width, 1024
+        triton_states.combine[(len(self.first_piece) - 1, heads, -(-size // block))](
+            added, decay, outer, result, self.first_piece, heads, size, BACKWARD=backward, BLOCK=block
+        )
+        return result
 
 
 class States(NamedTuple):
@@ -101,7 +116,10 @@ def _forward(
         k, v, log_gamma, beta, keys if len(keys) else None, summed, norms, largest, *table, **shape, num_warps=8
     )  # fmt: skip
     k = keys if len(keys) else k
-    H, G, hard, H_last, G_last = _states(k, v, beta, summed, norms, largest, lam, H_0, G_0, layout)
+    H, G, hard, H_last, G_last, _ = _states(k, v, beta, summed, norms, largest, lam, H_0, G_0, layout)
+    if layout.first_piece is not None:
+        ends = layout.first_piece[1:] - 1
+        H_last, G_last = H_last[ends], G_last[ends]
     solution = _solution(k)
     o, steps, residual = torch.empty_like(v), torch.empty_like(beta, dtype=torch.int32), torch.empty_like(beta)
     triton_solve.solve_forward[(layout.chunk_count, k.shape[2])](
@@ -135,7 +153,7 @@ def _backward(
     log_gamma, beta, lam = (x.float().contiguous() for x in (log_gamma, beta, lam))
     layout, shape, heads = _layout(k, v, cu_seqlens), _shape(k, v), k.shape[2]
     table, q_star = (layout.chunks, layout.length, layout.per_sequence), Solution(q_high, q_low, q_size)
-    H, G, hard, H_last, G_last = _states(k, v, beta, summed, norms, largest, lam, H_0, G_0, layout)
+    H, G, hard, H_last, G_last, decay = _states(k, v, beta, summed, norms, largest, lam, H_0, G_0, layout)
     e_star, row_sums = _solution(k), torch.empty_like(beta)
     dlam, added = lam.new_empty(layout.chunk_count, *lam.shape), torch.empty_like(largest)
     triton_solve.solve_backward[(layout.chunk_count, heads)](
@@ -146,11 +164,19 @@ def _backward(
     def cotangents(forward: States, final: Tensor | None, last: Tensor, is_H: bool) -> tuple[States, Tensor, Tensor]:
         states, before = States(*map(torch.empty_like, forward)), torch.empty_like(last)
         across = torch.empty_like(forward.scale)
-        triton_states.backward_states[(layout.sequence_count, heads)](
-            e, *q_star, *e_star, summed, added[0 if is_H else 1], final, *states, before, *forward, last, hard,
-            across, *layout[1:5], heads, **_scan(k, v, is_H), num_stages=1,
-        )  # fmt: skip
-        return states, before, across
+
+        def scan(final: Tensor | None, across: Tensor | None) -> None:
+            triton_states.backward_states[(layout.scan_count, heads)](
+                e, *q_star, *e_star, summed, added[0 if is_H else 1], final, *states, before, *forward, last, hard,
+                across, *layout[1:5], heads, **_scan(k, v, is_H), num_stages=1,
+            )  # fmt: skip
+
+        if layout.first_piece is None or decay is None:
+            scan(final, across)
+            return states, before, across
+        scan(None, None)
+        scan(layout.entering(before, decay, final, backward=True), across)
+        return states, before[layout.first_piece[:-1]], across
 
     final_H = None if dH_last is None else -(dH_last + dH_last.mT).contiguous()
     dH, dH_0, across_H = cotangents(H, final_H, H_last, True)
@@ -203,39 +229,92 @@ def _layout(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Layout:
     batch, length, L = v.shape[0], v.shape[1], _chunk_length(k, v)
     if cu_seqlens is None:
         per_sequence = -(-length // L)
-        return Layout(None, None, None, length, per_sequence, batch * per_sequence, batch)
-    bounds = cu_seqlens.to(v.device)
-    begins, ends = bounds[:-1].long(), bounds[1:].long()
-    counts = (ends - begins + L - 1) // L
+        whole = Layout(None, None, None, length, per_sequence, batch * per_sequence, batch, None)
+        piece = _piece_length(whole.chunk_count, per_sequence, k)
+        if piece is None:
+            return whole
+        bounds = torch.arange(batch + 1, device=v.device) * length
+        sequences, first_chunk, first_piece = _pieces(bounds, piece, L)
+        return whole._replace(
+            sequences=sequences, first_chunk=first_chunk, scan_count=len(sequences) - 1, first_piece=first_piece
+        )
+    bounds = cu_seqlens.to(v.device).long()
+    counts = (bounds.diff() + L - 1) // L
+    starts = torch.repeat_interleave(counts)
     first_chunk = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    sequence = torch.repeat_interleave(counts)
-    begin = begins[sequence] + (torch.arange(len(sequence), device=v.device) - first_chunk[sequence]) * L
-    chunks = torch.stack([begin, torch.minimum(begin + L, ends[sequence])], 1).int()
-    return Layout(chunks, bounds.int(), first_chunk.int(), length, 0, len(chunks), len(begins))
+    begin = bounds[starts] + (torch.arange(len(starts), device=v.device) - first_chunk[starts]) * L
+    chunks = torch.stack([begin, torch.minimum(begin + L, bounds[starts + 1])], 1).int()
+    whole = Layout(chunks, bounds.int(), first_chunk.int(), length, 0, len(chunks), len(counts), None)
+    piece = _piece_length(len(chunks), int(counts.max()), k)
+    if piece is None:
+        return whole
+    sequences, first_chunk, first_piece = _pieces(bounds, piece, L)
+    return whole._replace(
+        sequences=sequences, first_chunk=first_chunk, scan_count=len(sequences) - 1, first_piece=first_piece
+    )
+
+
+def _piece_length(chunks: int, longest: int, k: Tensor) -> int | None:
+    """Chunks of a piece if the longest sequence, of so many of all chunks, is to be scanned in pieces.
+
+    Pieces are scanned twice, first for what each adds to a state and then from the state that enters it, so they pay
+    where one sequence has several times its part of a GPU's work.
+    """
+    fair = max(SHORTEST_PIECE, -(-chunks * k.shape[2] // _processors(k)))
+    return fair if longest > 4 * fair else None
+
+
+def _pieces(bounds: Tensor, piece: int, L: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Bounds of pieces of up to `piece` chunks, each one's first chunk, and each sequence's first piece, int32."""
+    counts = (bounds.diff() + L - 1) // L
+    pieces = ((counts + piece - 1) // piece).clamp(min=1)  # an empty one keeps its state
+    owner = torch.repeat_interleave(pieces)
+    first_piece = torch.nn.functional.pad(pieces.cumsum(0), (1, 0))
+    ahead = (torch.arange(len(owner), device=bounds.device) - first_piece[owner]) * piece
+    first_chunk = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    sequences = torch.cat([bounds[owner] + ahead * L, bounds[-1:]])
+    chunks = torch.cat([first_chunk[owner] + ahead, first_chunk[-1:]])
+    return sequences.int(), chunks.int(), first_piece.int()
+
+
+def _processors(k: Tensor) -> int:
+    """Multiprocessors of the GPU; few under the interpreter, so that short sequences come in pieces there."""
+    return 16 if INTERPRETED.value else torch.cuda.get_device_properties(k.device).multi_processor_count
 
 
 def _states(
     k: Tensor, v: Tensor, beta: Tensor, summed: Tensor, norms: Tensor, largest: Tensor, lam: Tensor,
     H_0: Tensor | None, G_0: Tensor | None, layout: Layout,
-) -> tuple[States, States, Tensor, Tensor, Tensor]:  # fmt: skip
-    """H and G before every chunk, which chunks are hard, and H and G after every sequence."""
+) -> tuple[States, States, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """H and G before every chunk, which chunks are hard, H and G after every sequence or piece of one, and the decay
+    over each piece.
+    """
     heads = k.shape[2]
     hard = torch.empty(layout.chunk_count, heads, dtype=torch.int32, device=k.device)
 
-    def sums(w: Tensor, initial: Tensor | None, is_H: bool) -> tuple[States, Tensor]:
+    def sums(w: Tensor, initial: Tensor | None, is_H: bool) -> tuple[States, Tensor, Tensor | None]:
         high = k.new_empty(layout.chunk_count, heads, w.shape[-1], k.shape[-1], dtype=_state_type(k))
         states = States(high, _low_like(high), beta.new_empty(layout.chunk_count, heads))
-        final = beta.new_empty(layout.sequence_count, heads, w.shape[-1], k.shape[-1])
-        triton_states.forward_states[(layout.sequence_count, heads)](
-            k, w, beta, summed, norms, largest[0 if is_H else 1], lam,
-            None if initial is None else initial.contiguous(), *states, hard, final, *layout[1:5], heads, HARDNESS,
-            **_scan(k, v, is_H), num_stages=1,
-        )  # fmt: skip
-        return states, final
+        final = beta.new_empty(layout.scan_count, heads, w.shape[-1], k.shape[-1])
 
-    H, H_last = sums(k, H_0, True)
-    G, G_last = sums(v, G_0, False)
-    return H, G, hard, H_last, G_last
+        def scan(initial: Tensor | None, decay: Tensor | None) -> None:
+            triton_states.forward_states[(layout.scan_count, heads)](
+                k, w, beta, summed, norms, largest[0 if is_H else 1], lam, initial, *states, hard, final, decay,
+                *layout[1:5], heads, HARDNESS, **_scan(k, v, is_H), num_stages=1,
+            )  # fmt: skip
+
+        initial = None if initial is None else initial.contiguous()
+        if layout.first_piece is None:
+            scan(initial, None)
+            return states, final, None
+        decay = beta.new_empty(layout.scan_count, heads)
+        scan(None, decay)
+        scan(layout.entering(final, decay, initial, backward=False), None)
+        return states, final, decay
+
+    H, H_last, decay = sums(k, H_0, True)
+    G, G_last, _ = sums(v, G_0, False)
+    return H, G, hard, H_last, G_last, decay
 
 
 def _solution(k: Tensor) -> Solution:

@@ -115,6 +115,7 @@ def forward_states(
     high, low, scale,  # [c, heads, E, D] and [c, heads], written by store_state
     hard,  # [c, heads] int32: whether the chunk is hard; written if IS_H, else read
     final,  # [sequences, heads, E, D] float32, written
+    decay,  # None; or [sequences, heads] float32, the decay over a sequence: then only it and `final` are written
     sequences,  # [sequences + 1] int32: bounds of sequences, or None: all of `length` tokens
     first_chunk,  # [sequences + 1] int32, or None
     length,
@@ -148,29 +149,35 @@ def forward_states(
         bound = norm / unit
     if IS_H:
         limit = hardness * tl.min(tl.load(lam + head * D + columns, mask=columns < D, other=float("inf")), 0)
+    kept = 1.0
     gate, total, keys, values = _load_pairs(k, w, beta, summed, begin, end, 0, head, heads, rows, columns, D, E, L)
     for ahead in range(count):
         # The next chunk is on its way while this one is worked on.
         next_gate, next_total, next_keys, next_values = _load_pairs(
             k, w, beta, summed, begin, end, ahead + 1, head, heads, rows, columns, D, E, L
         )
-        index = (first + ahead).to(tl.int64) * heads + head
-        if IS_H:
-            is_hard = unit * bound + tl.load(norms + 2 * index) > limit
-            tl.store(hard + index, is_hard.to(tl.int32))
-            power = power_above(bound)
-            bound = bound * total + tl.load(norms + 2 * index + 1) / unit
-        else:
-            is_hard = tl.load(hard + index) != 0
-            bound = _tightened(bound, state, is_hard)
-            power = power_above(bound)
-            bound = bound * total + tl.sum(gate, 0) * (tl.load(largest + index) / unit)  # entries of k are 1 at most
-        offsets, _ = state_offsets(first + ahead, head, heads, rows, columns, E, D)
-        store_state(high, low, scale, state, power, unit, offsets, inside, index, is_hard, PRECISION)
+        if decay is None:
+            index = (first + ahead).to(tl.int64) * heads + head
+            if IS_H:
+                is_hard = unit * bound + tl.load(norms + 2 * index) > limit
+                tl.store(hard + index, is_hard.to(tl.int32))
+                power = power_above(bound)
+                bound = bound * total + tl.load(norms + 2 * index + 1) / unit
+            else:
+                is_hard = tl.load(hard + index) != 0
+                bound = _tightened(bound, state, is_hard)
+                power = power_above(bound)
+                added = tl.sum(gate, 0) * (tl.load(largest + index) / unit)  # entries of k are 1 at most
+                bound = bound * total + added
+            offsets, _ = state_offsets(first + ahead, head, heads, rows, columns, E, D)
+            store_state(high, low, scale, state, power, unit, offsets, inside, index, is_hard, PRECISION)
+        kept *= total
         left, rest = two_terms(values.to(tl.float32) * (gate * (1.0 / unit))[:, None], PRECISION)
         state = product(tl.trans(left), tl.trans(rest), keys, state * total, True, PRECISION)
         gate, total, keys, values = next_gate, next_total, next_keys, next_values
     tl.store(final + whole, state * unit, mask=inside)
+    if decay is not None:
+        tl.store(decay + sequence * heads + head, kept)
 
 
 @triton.jit
@@ -184,7 +191,7 @@ def _load_pairs(
     tokens = begin + ahead * L + tl.arange(0, L)
     valid = tokens < end
     offsets = tokens * heads + head
-    last = tl.minimum(begin + ahead * L + L, end) - 1
+    last = tl.maximum(tl.minimum(begin + ahead * L + L, end) - 1, 0)
     total = tl.load(summed + last * heads + head)
     gate = tl.load(beta + offsets, mask=valid, other=0.0)
     gate *= tl.exp(total - tl.load(summed + offsets, mask=valid, other=0.0))
@@ -206,7 +213,7 @@ def backward_states(
     S_high, S_low, S_scale,  # the forward state before each chunk
     S_final,  # [sequences, heads, E, D] float32: the forward state after the last chunk
     hard,  # [c, heads] int32
-    across,  # [c, heads] float32, written: cotangent . forward state after each chunk
+    across,  # [c, heads] float32, written: cotangent . forward state after each chunk; None: only `initial` is written
     sequences, first_chunk, length, per_sequence,  # as in forward_states
     heads,
     IS_H: tl.constexpr,
@@ -229,12 +236,11 @@ def backward_states(
         state = tl.load(final + whole, mask=inside, other=0.0)
         entry = tl.max(tl.max(tl.abs(state), 1), 0)
         unit = tl.maximum(unit, power_above(entry * 1e-6))
-        overlap = tl.sum(tl.sum(state * tl.load(S_final + whole, mask=inside, other=0.0), 1), 0)
         state *= 1.0 / unit
         bound = entry / unit
-    else:
-        overlap = 0.0
-    tl.store(across + (first + count - 1).to(tl.int64) * heads + head, overlap, mask=count > 0)
+    if across is not None:
+        overlap = unit * tl.sum(tl.sum(state * tl.load(S_final + whole, mask=inside, other=0.0), 1), 0)
+        tl.store(across + (first + count - 1).to(tl.int64) * heads + head, overlap, mask=count > 0)
     right_rows = e_high if IS_H else e
     factor, total, solved, other = _load_solved(
         right_rows, q_high, q_size, e_size, summed, begin, end, count - 1, head, heads, rows, columns, IS_H, D, E, L
@@ -248,12 +254,13 @@ def backward_states(
         index = (first + ahead).to(tl.int64) * heads + head
         is_hard = tl.load(hard + index) != 0
         offsets, _ = state_offsets(first + ahead, head, heads, rows, columns, E, D)
-        forward = tl.load(S_high + offsets, mask=inside, other=0.0)
-        bound = _tightened(bound, state, is_hard)
-        power = power_above(bound)
-        store_state(high, low, scale, state, power, unit, offsets, inside, index, is_hard, PRECISION)
+        if across is not None:
+            forward = tl.load(S_high + offsets, mask=inside, other=0.0)
+            bound = _tightened(bound, state, is_hard)
+            power = power_above(bound)
+            store_state(high, low, scale, state, power, unit, offsets, inside, index, is_hard, PRECISION)
+            bound = bound * total + (2 if IS_H else 1) * L * (tl.load(largest + index) / unit)
         factor *= 1.0 / unit
-        bound = bound * total + (2 if IS_H else 1) * L * (tl.load(largest + index) / unit)
         state *= total
         left, _ = two_terms(other.to(tl.float32) * factor[:, None], PRECISION)
         state = tile_product(tl.trans(left), solved, state, PRECISION)
@@ -267,12 +274,14 @@ def backward_states(
                     state, solved, other, factor, q_low, e_low, tokens, tokens < end, head, heads, columns,
                     IS_H, D, PRECISION,
                 )  # fmt: skip
-        overlap = tl.sum(tl.sum(state * forward.to(tl.float32), 1), 0)
-        if is_half(PRECISION):
-            if is_hard:
-                overlap += tl.sum(tl.sum(state * tl.load(S_low + offsets, mask=inside, other=0.0).to(tl.float32), 1), 0)
-        overlap *= unit * tl.load(S_scale + index)
-        tl.store(across + index - heads, overlap, mask=ahead > 0)
+        if across is not None:
+            overlap = tl.sum(tl.sum(state * forward.to(tl.float32), 1), 0)
+            if is_half(PRECISION):
+                if is_hard:
+                    low_term = tl.load(S_low + offsets, mask=inside, other=0.0).to(tl.float32)
+                    overlap += tl.sum(tl.sum(state * low_term, 1), 0)
+            overlap *= unit * tl.load(S_scale + index)
+            tl.store(across + index - heads, overlap, mask=ahead > 0)
         factor, total, solved, other = next_factor, next_total, next_solved, next_other
     tl.store(initial + whole, state * unit, mask=inside)
 
@@ -288,7 +297,7 @@ def _load_solved(
     tokens = begin + ahead * L + tl.arange(0, L)
     valid = (tokens < end) & (ahead >= 0)
     offsets = tokens * heads + head
-    last = tl.maximum(tl.minimum(begin + ahead * L + L, end) - 1, begin)
+    last = tl.maximum(tl.minimum(begin + ahead * L + L, end) - 1, 0)
     factor = tl.load(q_size + offsets, mask=valid, other=0.0)
     factor *= tl.exp(tl.load(summed + offsets, mask=valid, other=0.0))
     if IS_H:
@@ -325,3 +334,30 @@ def _low_products(state, left, left_low, right, right_low, factor, PRECISION: tl
     rest = (value - first.to(tl.float32)).to(first.dtype)
     state = tile_product(tl.trans(first), right_low, state, PRECISION)
     return tile_product(tl.trans(rest), right, state, PRECISION)
+
+
+@triton.jit
+def combine(
+    added,  # [pieces, heads, size] float32: what each piece of a sequence adds to a state that passes through it
+    decay,  # [pieces, heads] float32: what it leaves of one
+    outer,  # [sequences, heads, size] float32: the state that enters a sequence, or None
+    entering,  # [pieces, heads, size] float32, written: the state that enters each piece
+    first_piece,  # [sequences + 1] int32
+    heads,
+    size,
+    BACKWARD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """States that enter the pieces of a sequence from its front, or with BACKWARD from its back; BLOCK entries."""
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    entries = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = entries < size
+    state = tl.zeros([BLOCK], tl.float32)
+    if outer is not None:
+        state = tl.load(outer + (sequence.to(tl.int64) * heads + head) * size + entries, mask=inside, other=0.0)
+    first, end = tl.load(first_piece + sequence), tl.load(first_piece + sequence + 1)
+    for i in range(end - first):
+        piece = end - 1 - i if BACKWARD else first + i
+        index = piece.to(tl.int64) * heads + head
+        tl.store(entering + index * size + entries, state, mask=inside)
+        state = state * tl.load(decay + index) + tl.load(added + index * size + entries, mask=inside, other=0.0)

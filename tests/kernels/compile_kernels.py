@@ -29,13 +29,14 @@ CONSTANTS |= {"COLUMNS": 64, "BLOCKS": 2, "BLOCK_HEADS": 16}
 # Name, kernel, constants, num_warps for heads up to 64 and beyond, num_stages: as triton_chunkwise launches them.
 CASES = [
     ("prepare", states.prepare, {}, (8, 8), 3),
-    ("forward_states H", states.forward_states, {"IS_H": True, "initial": None}, (4, 8), 1),
-    ("forward_states G", states.forward_states, {"IS_H": False, "initial": None}, (4, 8), 1),
+    ("forward_states H", states.forward_states, {"IS_H": True, "initial": None, "decay": None}, (4, 8), 1),
+    ("forward_states G", states.forward_states, {"IS_H": False, "initial": None, "decay": None}, (4, 8), 1),
     ("solve_forward", solve.solve_forward, {}, (4, 4), 1),
     ("solve_backward", solve.solve_backward, {}, (4, 4), 1),
     ("backward_states H", states.backward_states, {"IS_H": True, "final": None}, (4, 8), 1),
     ("backward_states G", states.backward_states, {"IS_H": False, "final": None}, (4, 8), 1),
     ("backward_inputs", gradients.backward_inputs, {}, (4, 4), 1),
+    ("combine", states.combine, {"BACKWARD": False, "BLOCK": 1024}, (4, 4), 3),
     ("backward_gates", gradients.backward_gates, {}, (4, 4), 3),
 ]
 TRAINING = ("bf16", 128, 64)

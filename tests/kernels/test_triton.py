@@ -97,6 +97,26 @@ def test_packed_documents_with_states():
     check(make_inputs((1, 130, 1, 16, 16), sequences=6, gate=1.0), cu=[0, 3, 3, 70, 71, 129, 130])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "options", "documents"),
+    [
+        (torch.float32, {}, False),
+        (torch.float32, {}, True),
+        (torch.bfloat16, {"keys": "identical", "gate": -0.001}, True),
+    ],
+    ids=["rows", "documents", "16 bits, identical keys"],
+)
+def test_long_sequences_are_scanned_in_pieces(dtype, options, documents):
+    """With states at both ends, and empty and short documents beside the long one."""
+    length = 340 if DEVICE == "cpu" else 20_000
+    cu = [0, 0, 5, length - 20, length - 20, length] if documents else None
+    shape = (1 if documents else 2, length, 1, 16, 32)
+    inputs = make_inputs(shape, dtype=dtype, sequences=5 if documents else 2, **options)
+    bounds = None if cu is None else torch.tensor(cu, device=DEVICE)
+    assert triton_chunkwise._layout(inputs[1], inputs[2], bounds).first_piece is not None
+    check(inputs, cu=cu, residual=1e-7 if dtype == torch.float32 else 1e-5, tolerance=TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("scale", [1e-8, 1e4])
 def test_gradients_do_not_depend_on_the_loss_scale(scale):
     check(make_inputs((1, 70, 1, 16, 16)), scale=scale)

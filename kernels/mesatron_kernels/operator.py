@@ -176,7 +176,7 @@ def mesa(
             be empty.
         max_steps: conjugate gradient steps at most, in the forward and in the backward solve.
         tolerance: a token's solve stops when its residual norm is at most this times the norm of its right-hand side;
-            0 gives max_steps steps.
+            0 goes on until float32 has no more to give. Implementations may start the solve from different points.
         chunk_size: tokens treated together; a matter of speed only.
         return_state: whether to return final states. Documents run faster without.
         implementation: "auto" or one of `available()`.
@@ -196,11 +196,12 @@ def mesa(
     )
     sequences = B
     if cu_seqlens is not None:
-        _check_bounds(cu_seqlens, B, T)
+        if not torch.compiler.is_compiling():
+            _check_bounds(cu_seqlens, B, T)
         sequences = len(cu_seqlens) - 1
     if initial_state is not None:
         _check_state(initial_state, (sequences, h, v.shape[-1], D))
-    form = forms(resolve(implementation, q.device, q.dtype, D).implementation).mesa
+    form = forms(resolve(implementation, q.device, q.dtype, _head_size(q, v)).implementation).mesa
     return form(
         q,
         k,
@@ -242,8 +243,13 @@ def mesa_step(
         {"k": (B, h, D), "v": (B, h, 0), "log_gamma": (B, h), "beta": (B, h), "lam": (h, D)},
     )
     _check_state(state, (B, h, v.shape[-1], D))
-    form = forms(resolve(implementation, q.device, q.dtype, D).implementation).mesa_step
+    form = forms(resolve(implementation, q.device, q.dtype, _head_size(q, v)).implementation).mesa_step
     return form(q, k, v, log_gamma, beta, lam, state, max_steps=max_steps, tolerance=tolerance)
+
+
+def _head_size(q: Tensor, v: Tensor) -> int:
+    """The head size that an implementation is chosen by: the more demanding one of q and v."""
+    return max(q.shape[-1], v.shape[-1], key=lambda size: (size % 16 > 0, size))
 
 
 def _check_shapes(given: dict[str, Tensor], wanted: dict[str, tuple[int, ...]]) -> None:

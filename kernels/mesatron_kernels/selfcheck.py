@@ -97,6 +97,7 @@ def _check_in_parallel(pairs: list[tuple[torch.dtype, int]], device: torch.devic
     finally:
         for child in children:
             child.kill()
+            child.wait()
 
 
 def check_pair(dtype: torch.dtype, head_size: int, device: torch.device) -> PairCheck:

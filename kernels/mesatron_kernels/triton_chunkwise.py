@@ -23,6 +23,7 @@ LARGEST_HEAD = 128  # channels of a head at most
 HARDNESS = 16.0
 SHORTEST_PIECE = 1 if INTERPRETED.value else 8  # chunks
 COLUMNS = 64  # columns of dk and dv that one program forms
+BLOCK_HEADS = 16  # heads whose gates' gradients one program forms
 
 
 class Layout(NamedTuple):
@@ -84,12 +85,13 @@ def mesa(
 ) -> MesaOutput:
     """Triton form of `mesatron_kernels.mesa`, where the arguments are described; `chunk_size` is not used.
 
-    With 16-bit inputs the entries of k must fit float16 (they have norm 1 in the Mesa layer). The gradient of the
+    With 16-bit inputs k is taken in float16: beta |k| must stay below some 10,000, and beta |k|^2 not far below
+    lambda / 1000 (in the Mesa layer |k| is 1). The gradient of the
     initial H, which is symmetric, is the symmetric part.
 
     Raises ValueError for tensors off the GPU, float64, or heads that the kernels do not hold.
     """
-    _check(q, v)
+    _check(q, k, v)
     states = (None, None) if initial_state is None else initial_state
     o, H, G, steps, residual, *_ = _forward(q, k, v, log_gamma, beta, lam, *states, cu_seqlens, max_steps, tolerance)
     return MesaOutput(o, MesaState(H, G) if return_state else None, steps, residual)
@@ -134,11 +136,12 @@ def _(q, k, v, log_gamma, beta, lam, H_0, G_0, cu_seqlens, max_steps, tolerance)
     (B, T, heads, D), E = k.shape, v.shape[-1]
     documents = B if cu_seqlens is None else len(cu_seqlens) - 1
     chunks = torch.library.get_ctx().new_dynamic_size() if cu_seqlens is not None else B * -(-T // _chunk_length(k, v))
-    gates, steps = beta.new_empty(B, T, heads), beta.new_empty(B, T, heads, dtype=torch.int32)
-    states = beta.new_empty(documents, heads, D, D), beta.new_empty(documents, heads, E, D)
-    keys = torch.empty_like(k, dtype=torch.float16) if k.dtype == torch.bfloat16 else k.new_empty(0)
-    chunkwise = beta.new_empty(chunks, heads, 2), beta.new_empty(2, chunks, heads)
-    return torch.empty_like(v), *states, steps, gates, keys, torch.empty_like(gates), *chunkwise, *_solution(k)
+    gates = beta.new_empty(B, T, heads, dtype=torch.float32)
+    states = gates.new_empty(documents, heads, D, D), gates.new_empty(documents, heads, E, D)
+    keys = k.new_empty(k.shape, dtype=torch.float16) if k.dtype == torch.bfloat16 else k.new_empty(0)
+    chunkwise = gates.new_empty(chunks, heads, 2), gates.new_empty(2, chunks, heads)
+    steps = torch.empty_like(gates, dtype=torch.int32)
+    return v.new_empty(v.shape), *states, steps, gates, keys, torch.empty_like(gates), *chunkwise, *_solution(k)
 
 
 @torch.library.custom_op("mesatron::mesa_backward", mutates_args=())
@@ -178,10 +181,10 @@ def _backward(
         scan(layout.entering(before, decay, final, backward=True), across)
         return states, before[layout.first_piece[:-1]], across
 
-    final_H = None if dH_last is None else -(dH_last + dH_last.mT).contiguous()
+    final_H = None if dH_last is None else -(dH_last + dH_last.mT).float().contiguous()
     dH, dH_0, across_H = cotangents(H, final_H, H_last, True)
     del H
-    dG, dG_0, across_G = cotangents(G, None if dG_last is None else dG_last.contiguous(), G_last, False)
+    dG, dG_0, across_G = cotangents(G, None if dG_last is None else dG_last.float().contiguous(), G_last, False)
     del G
     dlog_gamma, dbeta = torch.empty_like(beta), torch.empty_like(beta)
     blocks, tokens = -(-max(k.shape[-1], v.shape[-1]) // COLUMNS), beta.numel() // heads
@@ -190,10 +193,9 @@ def _backward(
         k, v, beta, summed, *q_star, *e_star, e, *dH, *dG, hard, dk, dv, dbeta_parts,
         *table, tokens, heads, COLUMNS=COLUMNS, **shape, num_warps=4, num_stages=1,
     )  # fmt: skip
-    block_heads = min(16, _block(heads))
-    triton_gradients.backward_gates[(layout.chunk_count, -(-heads // block_heads))](
+    triton_gradients.backward_gates[(layout.chunk_count, -(-heads // BLOCK_HEADS))](
         log_gamma, beta, row_sums, dbeta_parts, across_H, across_G, dlog_gamma, dbeta, *table, tokens, heads,
-        BLOCKS=blocks, BLOCK_HEADS=block_heads, L=shape["L"], num_warps=4,
+        BLOCKS=blocks, BLOCK_HEADS=BLOCK_HEADS, L=shape["L"], num_warps=4,
     )  # fmt: skip
     return dq, dk, dv, dlog_gamma, dbeta, dlam.sum(0), -0.5 * dH_0, dG_0
 
@@ -202,8 +204,9 @@ def _backward(
 def _(e, dH, dG, k, v, log_gamma, beta, lam, H_0, G_0, cu_seqlens, *_):
     (B, _, heads, D), E = k.shape, v.shape[-1]
     documents = B if cu_seqlens is None else len(cu_seqlens) - 1
-    states = beta.new_empty(documents, heads, D, D), beta.new_empty(documents, heads, E, D)
-    return *map(torch.empty_like, (k, k, v, beta, beta, lam)), *states
+    states = (beta.new_empty(documents, heads, size, D, dtype=torch.float32) for size in (D, E))
+    gates = (x.new_empty(x.shape, dtype=torch.float32) for x in (beta, beta, lam))
+    return *(x.new_empty(x.shape) for x in (k, k, v)), *gates, *states
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: _Twelve) -> None:
@@ -303,7 +306,7 @@ def _states(
                 *layout[1:5], heads, HARDNESS, **_scan(k, v, is_H), num_stages=1,
             )  # fmt: skip
 
-        initial = None if initial is None else initial.contiguous()
+        initial = None if initial is None else initial.float().contiguous()
         if layout.first_piece is None:
             scan(initial, None)
             return states, final, None
@@ -360,7 +363,9 @@ def _precision(inputs: Tensor) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(inputs.dtype, exact)
 
 
-def _check(q: Tensor, v: Tensor) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}; cast them alike.")
     if q.dtype == torch.float64:
         raise ValueError("The triton implementation of mesa has no float64; choose torch or reference.")
     if not q.is_cuda and not INTERPRETED.value:

@@ -83,7 +83,8 @@ def _conjugate_gradients(
         pAp = tl.sum(direction * Ap, 1)
         # r . p is rr * norm but for the rounding of p: r is orthogonal to the direction before.
         before = rr * norm
-        alpha = tl.where(pAp > 0, before / tl.where(pAp > 0, pAp, 1.0), 0.0)
+        # A NaN goes through, for training to see it.
+        alpha = tl.where(pAp <= 0, 0.0, before / tl.where(pAp <= 0, 1.0, pAp))
         steps += (rr > enough).to(tl.int32)
         x += alpha[:, None] * direction
         r -= alpha[:, None] * Ap
@@ -97,7 +98,7 @@ def _conjugate_gradients(
     return x, rr, steps
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_steps"])
 def solve_forward(
     q, k, v,  # [N, heads, D or E]
     beta, summed,  # [N, heads] float32
@@ -171,7 +172,7 @@ def _solve_forward(
     store_rows(o, y, tokens, valid, head, heads, values, E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_steps"])
 def solve_backward(
     e, k, v,  # [N, heads, E or D]
     beta, summed,  # [N, heads] float32
@@ -228,7 +229,7 @@ def _solve_backward(
     q_factor = load_sizes(q_size, tokens, valid, head, heads)
     index = chunk.to(tl.int64) * heads + head
     tl.store(largest + tl.num_programs(0).to(tl.int64) * heads + index, tl.max(q_factor * power, 0))
-    power *= tl.load(G_scale + index)
+    power *= tl.load(G_scale + index) * start
     size = tl.maximum(power, power_above(tl.max(tl.abs(scores), 1)))
     rows, rest = two_terms(rows, PRECISION)
     state = load_state(G_high, chunk, head, heads, values, columns, E, D)
@@ -236,7 +237,7 @@ def _solve_backward(
     if HARD and (rows.dtype != tl.float32):
         state = load_state(G_low, chunk, head, heads, values, columns, E, D)
         sides = tile_product(rows, state, sides, PRECISION)
-    sides *= (start * (power / size))[:, None]
+    sides *= (power / size)[:, None]
     scores, rest = two_terms(scores * (1.0 / size)[:, None], PRECISION)
     sides = product(scores, rest, keys, sides, True, PRECISION)
     sides, norm = _unit_rows(sides)

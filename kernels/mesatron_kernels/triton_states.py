@@ -85,14 +85,9 @@ def _bounds(sequences, first_chunk, sequence, length, per_sequence):
 
 
 @triton.jit
-def _largest(values, first, count, head, heads):
-    """The largest of one head's `values` [c, heads] over the chunks of a sequence."""
-    result = 0.0
-    for start in range(0, count, 128):
-        ahead = start + tl.arange(0, 128)
-        offsets = (first + ahead).to(tl.int64) * heads + head
-        result = tl.maximum(result, tl.max(tl.load(values + offsets, mask=ahead < count, other=0.0), 0))
-    return result
+def _unit(largest, bound):
+    """The unit in which a chunk is added to a state: in it rows of the chunk fit float16 and the state float32."""
+    return power_above(tl.maximum(largest, bound * 1e-6))
 
 
 @triton.jit
@@ -130,23 +125,16 @@ def forward_states(
     L: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Decayed sums of beta w k^T before every chunk and after the last, for one head of one sequence.
-
-    The sum is kept in units of `unit`, which brings every row of beta w into float16's range.
-    """
+    """Decayed sums of beta w k^T before every chunk and after the last, for one head of one sequence."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     rows, columns = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D)
     begin, end, first, count = _bounds(sequences, first_chunk, sequence, length, per_sequence)
-    unit = power_above(_largest(largest, first, count, head, heads))
     state = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
     bound = 0.0  # on every entry of the state; for H, on its norm
     whole, inside = state_offsets(sequence, head, heads, rows, columns, E, D)
     if initial is not None:
         state = tl.load(initial + whole, mask=inside, other=0.0)
-        norm = tl.sqrt(tl.sum(tl.sum(state * state, 1), 0))
-        unit = tl.maximum(unit, power_above(norm * 1e-6))  # so that the state in these units cannot overflow
-        state *= 1.0 / unit
-        bound = norm / unit
+        bound = tl.sqrt(tl.sum(tl.sum(state * state, 1), 0))
     if IS_H:
         limit = hardness * tl.min(tl.load(lam + head * D + columns, mask=columns < D, other=float("inf")), 0)
     kept = 1.0
@@ -156,26 +144,25 @@ def forward_states(
         next_gate, next_total, next_keys, next_values = _load_pairs(
             k, w, beta, summed, begin, end, ahead + 1, head, heads, rows, columns, D, E, L
         )
-        if decay is None:
-            index = (first + ahead).to(tl.int64) * heads + head
-            if IS_H:
-                is_hard = unit * bound + tl.load(norms + 2 * index) > limit
+        index = (first + ahead).to(tl.int64) * heads + head
+        added = tl.load(largest + index)
+        if IS_H:
+            is_hard = bound + tl.load(norms + 2 * index) > limit
+            if decay is None:
                 tl.store(hard + index, is_hard.to(tl.int32))
-                power = power_above(bound)
-                bound = bound * total + tl.load(norms + 2 * index + 1) / unit
-            else:
-                is_hard = tl.load(hard + index) != 0
-                bound = _tightened(bound, state, is_hard)
-                power = power_above(bound)
-                added = tl.sum(gate, 0) * (tl.load(largest + index) / unit)  # entries of k are 1 at most
-                bound = bound * total + added
+        else:
+            is_hard = tl.load(hard + index) != 0
+            bound = _tightened(bound, state, is_hard)
+        if decay is None:
             offsets, _ = state_offsets(first + ahead, head, heads, rows, columns, E, D)
-            store_state(high, low, scale, state, power, unit, offsets, inside, index, is_hard, PRECISION)
+            store_state(high, low, scale, state, power_above(bound), offsets, inside, index, is_hard, PRECISION)
+        unit = _unit(added, bound)
+        bound = bound * total + (tl.load(norms + 2 * index + 1) if IS_H else L * added)
         kept *= total
         left, rest = two_terms(values.to(tl.float32) * (gate * (1.0 / unit))[:, None], PRECISION)
-        state = product(tl.trans(left), tl.trans(rest), keys, state * total, True, PRECISION)
+        state = product(tl.trans(left), tl.trans(rest), keys, state * (total / unit), True, PRECISION) * unit
         gate, total, keys, values = next_gate, next_total, next_keys, next_values
-    tl.store(final + whole, state * unit, mask=inside)
+    tl.store(final + whole, state, mask=inside)
     if decay is not None:
         tl.store(decay + sequence * heads + head, kept)
 
@@ -224,22 +211,18 @@ def backward_states(
     L: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums decayed backwards in time, of e q*^T for G and of q* e*^T + e* q*^T for H, in units as in forward_states."""
+    """Sums decayed backwards in time, of e q*^T for G and of q* e*^T + e* q*^T for H."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     rows, columns = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D)
     begin, end, first, count = _bounds(sequences, first_chunk, sequence, length, per_sequence)
-    unit = power_above(_largest(largest, first, count, head, heads))
     state = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
     bound = 0.0  # on every entry of the state
     whole, inside = state_offsets(sequence, head, heads, rows, columns, E, D)
     if final is not None:
         state = tl.load(final + whole, mask=inside, other=0.0)
-        entry = tl.max(tl.max(tl.abs(state), 1), 0)
-        unit = tl.maximum(unit, power_above(entry * 1e-6))
-        state *= 1.0 / unit
-        bound = entry / unit
+        bound = tl.max(tl.max(tl.abs(state), 1), 0)
     if across is not None:
-        overlap = unit * tl.sum(tl.sum(state * tl.load(S_final + whole, mask=inside, other=0.0), 1), 0)
+        overlap = tl.sum(tl.sum(state * tl.load(S_final + whole, mask=inside, other=0.0), 1), 0)
         tl.store(across + (first + count - 1).to(tl.int64) * heads + head, overlap, mask=count > 0)
     right_rows = e_high if IS_H else e
     factor, total, solved, other = _load_solved(
@@ -254,14 +237,15 @@ def backward_states(
         index = (first + ahead).to(tl.int64) * heads + head
         is_hard = tl.load(hard + index) != 0
         offsets, _ = state_offsets(first + ahead, head, heads, rows, columns, E, D)
+        bound = _tightened(bound, state, is_hard)
         if across is not None:
             forward = tl.load(S_high + offsets, mask=inside, other=0.0)
-            bound = _tightened(bound, state, is_hard)
-            power = power_above(bound)
-            store_state(high, low, scale, state, power, unit, offsets, inside, index, is_hard, PRECISION)
-            bound = bound * total + (2 if IS_H else 1) * L * (tl.load(largest + index) / unit)
+            store_state(high, low, scale, state, power_above(bound), offsets, inside, index, is_hard, PRECISION)
+        added = tl.load(largest + index)
+        unit = _unit(added, bound)
+        bound = bound * total + (2 if IS_H else 1) * L * added
         factor *= 1.0 / unit
-        state *= total
+        state *= total / unit
         left, _ = two_terms(other.to(tl.float32) * factor[:, None], PRECISION)
         state = tile_product(tl.trans(left), solved, state, PRECISION)
         if IS_H:
@@ -274,16 +258,17 @@ def backward_states(
                     state, solved, other, factor, q_low, e_low, tokens, tokens < end, head, heads, columns,
                     IS_H, D, PRECISION,
                 )  # fmt: skip
+        state *= unit
         if across is not None:
             overlap = tl.sum(tl.sum(state * forward.to(tl.float32), 1), 0)
             if is_half(PRECISION):
                 if is_hard:
                     low_term = tl.load(S_low + offsets, mask=inside, other=0.0).to(tl.float32)
                     overlap += tl.sum(tl.sum(state * low_term, 1), 0)
-            overlap *= unit * tl.load(S_scale + index)
+            overlap *= tl.load(S_scale + index)
             tl.store(across + index - heads, overlap, mask=ahead > 0)
         factor, total, solved, other = next_factor, next_total, next_solved, next_other
-    tl.store(initial + whole, state * unit, mask=inside)
+    tl.store(initial + whole, state, mask=inside)
 
 
 @triton.jit

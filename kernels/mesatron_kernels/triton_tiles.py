@@ -165,14 +165,14 @@ def load_state(term, slot, head, heads, rows, columns, HEIGHT: tl.constexpr, WID
 
 
 @triton.jit
-def store_state(high, low, scale, state, power, unit, offsets, inside, index, hard, PRECISION: tl.constexpr):
-    """Store unit * state, of entries up to `power`: in two terms, the low one if the chunk is hard, and their scale."""
+def store_state(high, low, scale, state, power, offsets, inside, index, hard, PRECISION: tl.constexpr):
+    """Store a state of entries up to `power`: in two terms, the low one if the chunk is hard, and their scale."""
     first, second = two_terms(state * (1.0 / power), PRECISION)
     tl.store(high + offsets, first, mask=inside)
     if is_half(PRECISION):
         if hard:
             tl.store(low + offsets, second, mask=inside)
-    tl.store(scale + index, power * unit)
+    tl.store(scale + index, power)
 
 
 @triton.jit

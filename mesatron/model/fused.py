@@ -75,7 +75,7 @@ def convolve(x: Tensor, weight: Tensor, position: Tensor | None = None, history:
     """Causal depthwise convolution y_t = sum_j w_j x_(t-j), j = 0 .. width-1, of x [B, T, C] with weight [C, width].
 
     `history` [B, width-1, C] precedes x (zeros if None). With `position` [T], each token's place in its document, no
-    document sees the one before it.
+    document sees the one before it; B is 1 then.
     """
     width, length = weight.shape[1], x.shape[1]
     if history is None:
@@ -101,7 +101,10 @@ def linear_loss(
     if takes_triton(implementation, hidden):
         from mesatron.model import loss_kernels
 
-        return loss_kernels.LinearLoss.apply(hidden.contiguous(), weight, targets, cap, chunk_tokens)
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        return loss_kernels.LinearLoss.apply(hidden.contiguous(), weight, targets.contiguous(), cap, chunk_tokens)
 
     def losses(hidden: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(capped(F.linear(hidden, weight), cap), targets, reduction="none")

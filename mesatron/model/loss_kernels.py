@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 BLOCK = 4096  # logits of one token that a program holds at a time
+IGNORED = tl.constexpr(-100)  # torch's ignored index
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def loss_forward(
     cap,
     BLOCK: tl.constexpr,
 ):
-    """Cross entropy of one token's capped logits; 0 where the target is negative."""
+    """Cross entropy of one token's capped logits; 0 where the target is -100, NaN where there is no such word."""
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * stride
     largest = -float("inf")
@@ -50,8 +51,9 @@ def loss_forward(
         largest = higher
     normalizer = largest + tl.log(summed)
     target = tl.load(targets + token)
-    chosen = cap * _capped(row, tl.maximum(target, 0), stride, cap)
-    tl.store(losses + token, tl.where(target < 0, 0.0, normalizer - chosen))
+    chosen = cap * _capped(row, tl.minimum(tl.maximum(target, 0), V - 1), stride, cap)
+    loss = tl.where((target < 0) | (target >= V), float("nan"), normalizer - chosen)
+    tl.store(losses + token, tl.where(target == IGNORED, 0.0, loss))
     tl.store(normalizers + token, normalizer)
 
 

@@ -54,7 +54,8 @@ def argument_types(precision: str) -> dict[str, str]:
     inputs, terms = ("*bf16", "*fp16") if precision == "bf16" else ("*fp32", "*fp32")
     types = dict.fromkeys(("q", "v", "o", "e", "dq", "dk", "dv"), inputs)
     types |= {f"{name}_{term}": terms for name in ("q", "e", "H", "G", "dH", "dG", "S") for term in ("high", "low")}
-    types |= dict.fromkeys(("k", "keys", "high", "low"), terms) | dict.fromkeys(("hard", "steps", "first_piece"), "*i32")
+    types |= dict.fromkeys(("k", "keys", "high", "low"), terms)
+    types |= dict.fromkeys(("hard", "steps", "first_piece"), "*i32")
     types |= dict.fromkeys(("length", "per_sequence", "heads", "max_steps", "tokens_in_all", "size"), "i32")
     return types | dict.fromkeys(("tolerance", "hardness"), "fp32")
 

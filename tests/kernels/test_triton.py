@@ -147,6 +147,7 @@ def test_a_token_stops_by_itself():
     ("change", "message"),
     [
         (lambda x: [t.double() for t in x], "no float64"),
+        (lambda x: [*x[:2], x[2].bfloat16(), *x[3:]], "one dtype"),
         (lambda x: [x[0][..., :8], x[1][..., :8], *x[2:5], x[5][..., :8]], "multiples of 16"),
     ],
 )
@@ -184,8 +185,47 @@ def test_16_bit_inputs_where_only_some_chunks_are_hard():
     check(inputs, cu=[0, 10, 100, 200], residual=1e-5, tolerance=5e-3)
 
 
+@pytest.mark.parametrize("beta", [1e-9, 1e-7, 1.0])
+def test_16_bit_inputs_of_any_gate(beta):
+    inputs = make_inputs((1, 140, 1, 16, 16), dtype=torch.bfloat16)
+    inputs[4] = torch.full_like(inputs[4], beta)
+    check(inputs, residual=1e-5, tolerance=5e-3)
+
+
+@pytest.mark.parametrize("large", ["v", "cotangent"])
+def test_what_is_large_in_one_place_spoils_nothing_elsewhere(large):
+    """Values a million times larger in the first half that a gate then forgets, or such a cotangent in the last half:
+    errors are taken in the other half alone."""
+    inputs = make_inputs((1, 256, 1, 16, 16), dtype=torch.bfloat16)
+    cotangents = [torch.randn(1, 256, 1, 16, generator=torch.Generator().manual_seed(2)).to(inputs[2])]
+    if large == "v":
+        inputs[2][:, :128] *= 1e6
+        inputs[3][:, 128] = -1e4
+        half = slice(128, None)
+    else:
+        cotangents[0][:, :64] *= 1e6
+        half = slice(64, None)
+    cotangents += [torch.zeros(1, 1, 16, 16, device=DEVICE)] * 2
+    found = run("triton", inputs, cotangents, None, max_steps=60, tolerance=1e-5)
+    exact = run("reference", [x.double() for x in inputs], [c.double() for c in cotangents], None)
+    for name in ("o", "dq", "dk", "dv", "dbeta"):
+        error = (found[name] - exact[name])[:, half].norm() / exact[name][:, half].norm()
+        assert error <= 5e-3, f"{name}: {error:.1e}"
+
+
+def test_a_lambda_that_is_not_a_number_is_seen():
+    inputs = make_inputs((1, 70, 1, 16, 16))
+    inputs[5][0, 3] = float("nan")
+    assert mesa(*inputs, implementation="triton").o.isnan().any()
+
+
 def call(inputs):
     return mesa(*inputs, implementation="triton", return_state=False).o
+
+
+def call_on_documents(inputs):
+    bounds = torch.tensor([0, 3, 70], dtype=torch.int32, device=DEVICE)
+    return mesa(*inputs, implementation="triton", return_state=False, cu_seqlens=bounds).o
 
 
 @pytest.mark.parametrize(
@@ -207,6 +247,12 @@ def test_works_under(wrapped):
     assert all(map(torch.equal, *results))
 
 
+def test_compiles_whole_with_documents():
+    compiled = torch.compile(call_on_documents, backend="aot_eager", fullgraph=True)
+    inputs = make_inputs((1, 70, 1, 16, 16))
+    assert torch.equal(compiled(inputs), call_on_documents(inputs))
+
+
 @pytest.mark.parametrize("cu_seqlens", [None, [0, 3, 70]], ids=["rows", "documents"])
 def test_operators_are_registered_as_torch_wants_them(cu_seqlens):
     """float32: of the low terms that 16-bit inputs have, only those of hard chunks are ever written."""
@@ -214,6 +260,8 @@ def test_operators_are_registered_as_torch_wants_them(cu_seqlens):
     bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
     arguments = (*inputs, None, None, bounds, 30, 1e-4)
     torch.library.opcheck(triton_chunkwise._forward, arguments)
+    swapped = [x.mT.contiguous().mT if x.ndim == 4 else x.double() for x in (y.detach() for y in inputs)]
+    torch.library.opcheck(triton_chunkwise._forward, (*swapped, None, None, bounds, 30, 1e-4))
 
 
 @on_gpu

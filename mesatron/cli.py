@@ -48,11 +48,11 @@ def main() -> None:
     except REPORTED as error:
         report(error)
         _leave(error.exit_code)
-    except SystemExit as end:  # how typer ends every verb, Ctrl-C too
-        if end.code != INTERRUPTED:
+    except (SystemExit, KeyboardInterrupt) as end:  # typer ends every verb by the first, after Ctrl-C too
+        if getattr(end, "code", INTERRUPTED) != INTERRUPTED:
             raise
         if os.environ.get("RANK", "0") == "0":
-            print("mesatron: interrupted; training goes on from its last checkpoint.", file=sys.stderr)
+            print("mesatron: interrupted; a training run goes on from its last checkpoint.", file=sys.stderr)
         _leave(INTERRUPTED)
     except OSError as error:
         if error.filename is None:

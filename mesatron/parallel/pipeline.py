@@ -54,7 +54,9 @@ class StageBlock(Block):
 
     def forward(self, carried: Carried) -> Carried:  # type: ignore[override]
         x, cu_seqlens = carried if isinstance(carried, tuple) else (carried, None)
-        x, _ = self.seams.run("block", super().forward, x, None, cu_seqlens)
+        # Without the empty documents at the end, for each of which an operator might keep a state.
+        starts = None if cu_seqlens is None else cu_seqlens.unique_consecutive()
+        x, _ = self.seams.run("block", super().forward, x, None, starts)
         return x if cu_seqlens is None else (x, cu_seqlens)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import time
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import torch
 from torch.distributed import TCPStore
 
-from mesatron.errors import MesatronError
+from mesatron.errors import MesatronError, PeerLostError
 
 PRELOAD = ["mesatron.train.loop", "mesatron.cli", "mesatron.parallel.megatron", "mesatron.parallel.pipeline"]
 
@@ -22,6 +24,8 @@ class WorldFailed(MesatronError):
 
 def fork_server() -> ForkServerContext:
     """What worlds are forked from; it ends with this process."""
+    # Asked in the usual way, whether there is a GPU, CUDA cannot be used after a fork.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     return context
@@ -44,12 +48,18 @@ def run_world(context: ForkServerContext, size: int, arguments: list[str], folde
     for process in processes:
         process.start()
     try:
-        for rank, process in enumerate(processes):
-            process.join(seconds)
-            if process.exitcode != 0:
-                words = (folder / f"rank-{rank}.log").read_text().strip().splitlines()[-1:]
-                ended = "did not end" if process.exitcode is None else f"ended with {process.exitcode}"
-                raise WorldFailed(f"Process {rank} of {size} {ended} ({' '.join(words)}); see {folder}.")
+        running, deadline = set(range(size)), time.monotonic() + seconds
+        while running:
+            wait([processes[rank].sentinel for rank in running], max(0.0, deadline - time.monotonic()))
+            ended = {rank for rank in running if processes[rank].exitcode is not None}
+            running -= ended
+            failed = [rank for rank in ended if processes[rank].exitcode != 0] if ended else list(running)
+            if failed:
+                rank = min(failed, key=lambda rank: processes[rank].exitcode == PeerLostError.exit_code)
+                log, exit_code = folder / f"rank-{rank}.log", processes[rank].exitcode
+                words = log.read_text().strip().splitlines()[-1:] if log.exists() else []
+                how = "did not end" if exit_code is None else f"ended with {exit_code}"
+                raise WorldFailed(f"Process {rank} of {size} {how} ({' '.join(words)}); see {folder}.")
     finally:
         for process in processes:
             process.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -64,6 +65,8 @@ def train(config: Config, stop_at_step: int | None = None, allow_changes: bool =
         elif world.is_first:
             print(f"{config.run_folder} is complete: step {start.step} of {config.train.steps} is saved.")
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal and a launcher may both have sent it
         fault = _as_reported(error, config, world)
         unforeseen = 130 if isinstance(error, KeyboardInterrupt) else 1
         reason, exit_code = str(fault) or type(fault).__name__, getattr(fault, "exit_code", unforeseen)

@@ -42,7 +42,7 @@ def test_an_interrupt_ends_in_one_line(
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
-    assert errors == "mesatron: interrupted; training goes on from its last checkpoint.\n"
+    assert errors == "mesatron: interrupted; a training run goes on from its last checkpoint.\n"
     assert psutil.wait_procs(tree, timeout=10)[1] == []
     assert segments_of(short_data) == list((tmp_path / "temporary").iterdir()) == []
 

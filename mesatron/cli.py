@@ -180,14 +180,19 @@ def summary(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run 
 def config_check(
     file: ConfigFile,
     overrides: Overrides = None,
-    processes: Annotated[int, typer.Option(min=1, help="Processes the run will have.")] = 1,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes the run will have; else as few as its layout takes.")
+    ] = None,
 ) -> None:
-    """Print the resolved config, its parameter count, tokens per step and steps."""
+    """Print the resolved config, its parameter count, tokens per step, steps and layout."""
     from mesatron_data.manifest import MANIFEST_FILE, load_manifest
 
     from mesatron.config import accumulation_steps, check_prepared, data_parallel_size, dump_config, load_config
 
     config = load_config(file, overrides or [])
+    parallel = config.parallel
+    if processes is None:
+        processes = parallel.model_size * (parallel.data_size or 1)
     data_size = data_parallel_size(config, processes)
     accumulation = accumulation_steps(config, data_size)
     if (config.data.folder / MANIFEST_FILE).exists():
@@ -200,7 +205,9 @@ def config_check(
         f"{config.data.context_length} tokens\n"
         f"# global batch     {train.global_batch_size} = {train.micro_batch_size} micro x {accumulation} accumulation "
         f"x {data_size} data-parallel\n"
-        f"# steps            {train.steps:,} = {train.steps * config.tokens_per_step:,} tokens"
+        f"# steps            {train.steps:,} = {train.steps * config.tokens_per_step:,} tokens\n"
+        f"# processes        {processes} = {parallel.tensor_size} tensor x {parallel.context_size} context x "
+        f"{data_size} data x {parallel.pipeline_size} pipeline"
     )
 
 

@@ -103,7 +103,7 @@ def data_parallel_size(config: Config, processes: int) -> int:
     Raises ConfigError with the arithmetic when `processes` is not the product of the sizes in `parallel`.
     """
     parallel = config.parallel
-    model_size = parallel.tensor_size * parallel.context_size * parallel.pipeline_size
+    model_size = parallel.model_size
     sizes = (
         f"parallel.tensor_size x context_size x pipeline_size = {parallel.tensor_size} x {parallel.context_size} x "
         f"{parallel.pipeline_size} = {model_size}"

@@ -209,6 +209,11 @@ class ParallelConfig(Section):
     offload_optimizer: bool = False
     """Keep fp32 weights and moments in host memory and update them there; needs `zero_stage` 1 to 3, no pipeline."""
 
+    @property
+    def model_size(self) -> int:
+        """Processes that hold one copy of the model or read one sequence together."""
+        return self.tensor_size * self.context_size * self.pipeline_size
+
 
 class CheckpointConfig(Section):
     """When state is saved and how long it is kept."""

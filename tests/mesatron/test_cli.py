@@ -181,6 +181,11 @@ def test_a_damaged_shard_is_named(tmp_path: Path, tiny_data: Path) -> None:
     assert str(shard) in mistake(3, "data", "verify", shards)
 
 
+def test_config_check_takes_as_few_processes_as_a_layout_needs(places: dict) -> None:
+    text = output_of("config", "check", places["config"], "parallel.tensor_size=2", "parallel.data_size=2")
+    assert text.endswith("# processes        4 = 2 tensor x 1 context x 2 data x 1 pipeline\n")
+
+
 def test_config_check_prints_the_resolved_config_and_its_arithmetic(places: dict) -> None:
     text = output_of("config", "check", places["config"], "train.peak_lr=2e-3", "--processes", "2")
     config = Config.model_validate(yaml.safe_load(text))

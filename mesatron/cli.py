@@ -236,37 +236,50 @@ def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Ov
 
 
 @data_app.command("prepare")
-def data_prepare(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
-    """Tokenize and pack the raw text into verified shards."""
-    from mesatron_data.shards import Progress, prepare
+def data_prepare(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    overwrite: Overwrite = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes to use; every core that this one may use by default.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="K/N", help="Only tokenize the files of task K (from 0) of N.")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Only pack what all tasks have tokenized.")] = False,
+) -> None:
+    """Tokenize and pack the raw text into verified shards; a killed run goes on where it stopped."""
+    from mesatron_data.shards import prepare, tokenize_share
     from mesatron_data.tokenizer import Tokenizer
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
 
     from mesatron.config import load_config
+    from mesatron.preparation import preparation_bars, task_numbers
 
     config = load_config(file, overrides or [])
-    size = Tokenizer.load(config.tokenizer.path).vocabulary_size
+    if task is not None and merge:
+        raise ConfigError("--task and --merge exclude each other; run all tasks first, then --merge.")
+    data, tokenizer = config.data, config.tokenizer.path
+    size = Tokenizer.load(tokenizer).vocabulary_size
     if size != config.model.vocabulary_size:
         raise DataError(
-            f"model.vocabulary_size is {config.model.vocabulary_size}, but {config.tokenizer.path} has {size} pieces; "
+            f"model.vocabulary_size is {config.model.vocabulary_size}, but {tokenizer} has {size} pieces; "
             "change it or train another tokenizer."
         )
-    console = Console(stderr=True)
-    columns = (BarColumn(), TextColumn("{task.completed}/{task.total} files {task.fields[figures]}"))
-    with Bar(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("prepare", total=None, figures="")
-
-        def show(progress: Progress) -> None:
-            figures = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
-            bar.update(task, total=progress.files, completed=progress.files_done, figures=figures)
-
-        result = prepare(
-            str(config.data.input_folder), config.data.folder, config.tokenizer.path, config.data.context_length,
-            max_skipped_fraction=config.data.max_skipped_fraction, overwrite=overwrite, progress=show,
-        )  # fmt: skip
-    _print_manifest(config.data.folder, result.manifest, "was there already" if result.reused else "written")
+    workers = workers or len(os.sched_getaffinity(0))
+    paths = (str(data.input_folder), data.folder, tokenizer, data.context_length)
+    with preparation_bars() as progress:
+        if task is not None:
+            number, tasks = task_numbers(task)
+            files = tokenize_share(*paths, number, tasks, overwrite=overwrite, workers=workers, progress=progress)
+        else:
+            result = prepare(
+                *paths, max_skipped_fraction=data.max_skipped_fraction, overwrite=overwrite, workers=workers,
+                merge_only=merge, progress=progress,
+            )  # fmt: skip
+    if task is not None:
+        typer.echo(f"Task {task}: {files} files are tokenized; after all tasks run --merge.")
+    else:
+        _print_manifest(data.folder, result.manifest, "was there already" if result.reused else "written")
 
 
 @data_app.command("verify")

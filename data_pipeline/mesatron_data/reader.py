@@ -15,11 +15,11 @@ import torch
 from mesatron_data.errors import DataError, DiskFullError
 from mesatron_data.files import disk_full
 from mesatron_data.manifest import load_manifest
+from mesatron_data.mds import shard_files
 from mesatron_data.mosaic import streaming
 from mesatron_data.pack import Sample
 from mesatron_data.records import SPLITS
 from mesatron_data.segments import hold, release, remove_stale
-from mesatron_data.shards import shard_files
 
 HASH = "xxh64"
 FAULTS = (DataError, ValueError, OSError, RuntimeError)

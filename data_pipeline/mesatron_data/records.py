@@ -20,7 +20,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import fsspec
@@ -74,14 +74,6 @@ class Counts:
         places = self.places.setdefault(reason, [])
         if len(places) < PLACES_KEPT:
             places.append(f"{file}:{line}")
-
-    def add(self, other: "Counts") -> None:
-        """Add the counts of a file that comes later in the order."""
-        self.documents += other.documents
-        self.skipped += other.skipped
-        self.normalised += other.normalised
-        for reason, places in other.places.items():
-            self.places[reason] = (self.places.get(reason, []) + places)[:PLACES_KEPT]
 
 
 class _Truncated(Exception):
@@ -137,17 +129,17 @@ def read_documents(file: InputFile, counts: Counts) -> Iterator[Document]:
         ) from error
 
 
-def check_skipped(counts: Counts, max_skipped_fraction: float, where: str) -> None:
+def check_skipped(
+    documents: int, skipped: Mapping[str, int], places: Mapping[str, list[str]], max_skipped_fraction: float, where: str
+) -> None:
     """Raise DataError when no document was usable or more than `max_skipped_fraction` of the records were skipped."""
-    skipped = counts.skipped.total()
-    total = counts.documents + skipped
-    if counts.documents and skipped <= max_skipped_fraction * total:
+    lost = sum(skipped.values())
+    total = documents + lost
+    if documents and lost <= max_skipped_fraction * total:
         return
-    reasons = ", ".join(
-        f"{reason} {count} (first at {counts.places[reason][0]})" for reason, count in sorted(counts.skipped.items())
-    )
+    reasons = ", ".join(f"{reason} {count} (first at {places[reason][0]})" for reason, count in sorted(skipped.items()))
     raise DataError(
-        f"{skipped} of {total} records in {where} cannot be used, more than the allowed share of "
+        f"{lost} of {total} records in {where} cannot be used, more than the allowed share of "
         f"{max_skipped_fraction:g}: "
         f"{reasons or 'the files hold no record'}; mend the records or raise the allowed share."
     )

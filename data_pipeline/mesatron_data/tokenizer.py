@@ -155,7 +155,7 @@ def train_tokenizer(
     output_folder = Path(output_folder)
     counts = Counts()
     sample = _sample(input_folder, counts, random.Random(seed), max_sample_bytes)
-    check_skipped(counts, max_skipped_fraction, f"{input_folder}/train")
+    check_skipped(counts.documents, counts.skipped, counts.places, max_skipped_fraction, f"{input_folder}/train")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

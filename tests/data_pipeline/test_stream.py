@@ -16,7 +16,7 @@ import torch
 from mesatron_data.batch import IGNORED_TARGET, Batch
 from mesatron_data.errors import DataError
 from mesatron_data.manifest import load_manifest
-from mesatron_data.shards import read_samples
+from mesatron_data.mds import read_samples
 from mesatron_data.stream import TrainStream, ValidationSet, epoch_order
 
 GLOBAL_BATCH = 12

@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -207,7 +207,7 @@ def config_check(
 @tokenizer_app.command("train")
 def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
     """Train the SentencePiece model that the config names on its raw text."""
-    from mesatron_data.tokenizer import INFO_FILE, MODEL_FILE, tokenizer_request, train_tokenizer
+    from mesatron_data.tokenizer import INFO_FILE, MODEL_FILE, Tokenizer, tokenizer_request, train_tokenizer
 
     from mesatron.config import load_config
 
@@ -223,11 +223,13 @@ def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Ov
                 f"{folder} holds another tokenizer than the config asks for; choose another tokenizer.path, or pass "
                 "--overwrite to replace it."
             )
+        Tokenizer.load(folder)
         typer.echo(f"{folder} is there already: {size} pieces.")
         return
     trained = train_tokenizer(
         str(config.data.input_folder), folder, size, seed=config.train.seed,
         max_sample_bytes=config.tokenizer.sample_bytes, max_skipped_fraction=config.data.max_skipped_fraction,
+        allow_truncated_files=config.data.allow_truncated_files,
     )  # fmt: skip
     typer.echo(
         f"{folder}: {trained.vocabulary_size} pieces from {trained.sample_documents:,} of {trained.documents:,} "
@@ -253,7 +255,7 @@ def data_prepare(
     from mesatron_data.tokenizer import Tokenizer
 
     from mesatron.config import load_config
-    from mesatron.preparation import preparation_bars, task_numbers
+    from mesatron.preparation import preparation_bars, print_manifest, task_numbers
 
     config = load_config(file, overrides or [])
     if task is not None and merge:
@@ -274,12 +276,12 @@ def data_prepare(
         else:
             result = prepare(
                 *paths, max_skipped_fraction=data.max_skipped_fraction, overwrite=overwrite, workers=workers,
-                merge_only=merge, progress=progress,
+                merge_only=merge, allow_truncated_files=data.allow_truncated_files, progress=progress,
             )  # fmt: skip
     if task is not None:
         typer.echo(f"Task {task}: {files} files are tokenized; after all tasks run --merge.")
     else:
-        _print_manifest(data.folder, result.manifest, "was there already" if result.reused else "written")
+        print_manifest(data.folder, result.manifest, "was there already" if result.reused else "written")
 
 
 @data_app.command("verify")
@@ -301,8 +303,10 @@ def data_inspect(
     """Sources, document lengths, token frequencies and decoded sequences of prepared shards."""
     from mesatron_data.inspect import inspect
 
+    from mesatron.preparation import print_manifest
+
     found = inspect(folder, samples)
-    _print_manifest(folder, found.manifest, "holds")
+    print_manifest(folder, found.manifest, "holds")
     for split, counts in found.manifest.splits.items():
         lengths = ", ".join(f"<={length}: {number:,}" for length, number in counts.document_lengths.items())
         typer.echo(f"{split} document lengths in tokens  {lengths}")
@@ -313,24 +317,6 @@ def data_inspect(
         typer.echo(f"--- sequence {number}")
         for piece in sample:
             typer.echo(f"[{piece.source}{', document begins' if piece.begins else ', continued'}] {piece.text}")
-
-
-def _print_manifest(folder: Path, manifest: Any, what: str) -> None:
-    typer.echo(
-        f"{folder} {what}: sequences of {manifest.context_length} tokens, fingerprint {manifest.fingerprint[:12]}"
-    )
-    for split, counts in manifest.splits.items():
-        typer.echo(
-            f"{split}: {counts.samples:,} sequences, {counts.documents:,} documents, {counts.tokens:,} tokens "
-            f"({counts.dropped_tail_tokens} at the end fill no sequence)"
-        )
-        for source, figures in counts.sources.items():
-            typer.echo(f"  {source}: {figures.documents:,} documents, {figures.tokens:,} tokens")
-        for reason, number in counts.skipped.items():
-            places = ", ".join(counts.skipped_places.get(reason, []))
-            typer.echo(f"  skipped, {reason}: {number:,} ({places})")
-        for reason, number in counts.normalised.items():
-            typer.echo(f"  changed, {reason}: {number:,}")
 
 
 @checkpoint_app.command("list")

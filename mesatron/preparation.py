@@ -1,12 +1,14 @@
-"""What `mesatron data prepare` shows while it works, and how it is told which part of the work to do."""
+"""What `mesatron data prepare` shows of its work, and how it is told which part of it to do."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
+from mesatron_data.manifest import Manifest
 from mesatron_data.shards import Progress
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -46,3 +48,24 @@ def preparation_bars() -> Iterator[Callable[[Progress], None]]:
                 typer.echo(f"{progress.step} {progress.done / progress.total:.1%}, {figures}", err=True)
 
         yield show
+
+
+def print_manifest(folder: Path, manifest: Manifest, what: str) -> None:
+    """Print what a prepared folder holds and what was left out of it."""
+    typer.echo(
+        f"{folder} {what}: sequences of {manifest.context_length} tokens, fingerprint {manifest.fingerprint[:12]}"
+    )
+    for split, counts in manifest.splits.items():
+        typer.echo(
+            f"{split}: {counts.samples:,} sequences, {counts.documents:,} documents, {counts.tokens:,} tokens "
+            f"({counts.dropped_tail_tokens} at the end fill no sequence)"
+        )
+        for source, figures in counts.sources.items():
+            typer.echo(f"  {source}: {figures.documents:,} documents, {figures.tokens:,} tokens")
+        for reason, number in counts.skipped.items():
+            places = ", ".join(counts.skipped_places.get(reason, []))
+            typer.echo(f"  skipped, {reason}: {number:,} ({places})")
+        for file, (read, length) in counts.truncated.items():
+            typer.echo(f"  ends early, {file}: {read:,} of {length:,} bytes read")
+        for reason, number in counts.normalised.items():
+            typer.echo(f"  changed, {reason}: {number:,}")

@@ -31,7 +31,7 @@ class SourceCounts:
 @dataclass
 class SplitCounts:
     """What one split holds. `document_lengths` counts documents by the smallest power of two that is no less than
-    their tokens."""
+    their tokens, `truncated` names files that ended early, with the bytes read and had."""
 
     samples: int = 0
     dropped_tail_tokens: int = 0
@@ -40,6 +40,7 @@ class SplitCounts:
     skipped: dict[str, int] = field(default_factory=dict)
     skipped_places: dict[str, list[str]] = field(default_factory=dict)
     normalised: dict[str, int] = field(default_factory=dict)
+    truncated: dict[str, list[int]] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "SplitCounts":
@@ -60,6 +61,7 @@ class SplitCounts:
         for reason, places in other.skipped_places.items():
             self.skipped_places[reason] = (self.skipped_places.get(reason, []) + places)[:PLACES_KEPT]
         self.skipped_places = dict(sorted(self.skipped_places.items()))
+        self.truncated |= other.truncated
 
     @property
     def documents(self) -> int:

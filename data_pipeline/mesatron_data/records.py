@@ -12,7 +12,9 @@ counted by reason:
     no_text                   the line is no JSON object with a string under "text"
     not_json, invalid_utf8    the line cannot be parsed or decoded
     blank_line                the line holds nothing
-    truncated_file            the compressed data end early or are damaged: what came before is used, the rest is lost
+
+Compressed data that end early or are damaged lose an unknown number of records: the file is named, with the bytes that
+could be read and those it has, and what came before is used only where that is asked for (`check_truncated`).
 """
 
 import gzip
@@ -20,7 +22,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import fsspec
@@ -61,12 +63,14 @@ class Document:
 @dataclass
 class Counts:
     """What became of the records read: used, skipped by reason with the first places ("file:line"), and characters
-    changed by kind."""
+    changed by kind; of a truncated file, how many of its bytes were read (to the nearest MiB above) and how many it
+    has."""
 
     documents: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)
     normalised: Counter[str] = field(default_factory=Counter)
+    truncated: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def skip(self, reason: str, file: str, line: int) -> None:
         """Count one skipped record."""
@@ -77,7 +81,10 @@ class Counts:
 
 
 class _Truncated(Exception):
-    """The compressed data ended early or are damaged."""
+    """The compressed data ended early or are damaged; `bytes_read` of them had been read by then."""
+
+    def __init__(self, bytes_read: int) -> None:
+        self.bytes_read = bytes_read
 
 
 def list_files(folder: str, split: str) -> list[InputFile]:
@@ -112,7 +119,6 @@ def read_documents(file: InputFile, counts: Counts) -> Iterator[Document]:
 
     Raises DataError when the file cannot be opened or read.
     """
-    number = 0
     try:
         for number, line in enumerate(_lines(file), 1):
             parsed = _parse(line, file.name, number, counts.normalised)
@@ -121,8 +127,8 @@ def read_documents(file: InputFile, counts: Counts) -> Iterator[Document]:
             else:
                 counts.documents += 1
                 yield parsed
-    except _Truncated:
-        counts.skip("truncated_file", file.name, number + 1)
+    except _Truncated as truncated:
+        counts.truncated[file.name] = (truncated.bytes_read, file.bytes)
     except OSError as error:
         raise DataError(
             f"Cannot read {file.url}: {error.strerror or error}; check the path and its permissions."
@@ -142,6 +148,18 @@ def check_skipped(
         f"{lost} of {total} records in {where} cannot be used, more than the allowed share of "
         f"{max_skipped_fraction:g}: "
         f"{reasons or 'the files hold no record'}; mend the records or raise the allowed share."
+    )
+
+
+def check_truncated(truncated: Mapping[str, Sequence[int]], allowed: bool) -> None:
+    """Raise DataError when files ended early or are damaged, unless that is `allowed`."""
+    if not truncated or allowed:
+        return
+    named = [f"{name} (read {read:,} of {size:,} bytes)" for name, (read, size) in truncated.items()]
+    raise DataError(
+        f"{len(named)} files end early or are damaged, and how many records that loses is unknown: "
+        f"{', '.join(named[:PLACES_KEPT])}{', ...' if len(named) > PLACES_KEPT else ''}; fetch them again, or set "
+        "data.allow_truncated_files to use what can be read."
     )
 
 
@@ -201,7 +219,7 @@ def _blocks(file: InputFile) -> Iterator[bytes]:
                 while block := unpacked.read1(BLOCK_BYTES):
                     yield block
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise _Truncated from error
+                raise _Truncated(stream.tell()) from error
         else:
             while block := stream.read(BLOCK_BYTES):
                 yield block
@@ -220,6 +238,6 @@ def _zstd_blocks(stream) -> Iterator[bytes]:  # type: ignore[no-untyped-def]
                 if unpacker.eof:
                     data, unpacker = unpacker.unused_data, None
     except zstandard.ZstdError as error:
-        raise _Truncated from error
+        raise _Truncated(stream.tell()) from error
     if unpacker is not None:
-        raise _Truncated
+        raise _Truncated(stream.tell())

@@ -28,7 +28,7 @@ from mesatron_data.files import sha256, sync, write_atomically, writing
 from mesatron_data.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest, SplitCounts, load_manifest, read_json
 from mesatron_data.mds import INDEX_FILE, ShardJob, shard_files, write_index, write_shard
 from mesatron_data.pack import sample_count
-from mesatron_data.records import SPLITS, check_skipped, list_files
+from mesatron_data.records import SPLITS, check_skipped, check_truncated, list_files
 from mesatron_data.tokenizer import MODEL_FILE, Tokenizer
 from mesatron_data.tokens import PARTIAL_SUFFIX, Segment, TokenJob, find, tokenize
 from mesatron_data.workers import Workers, open_workers
@@ -67,6 +67,7 @@ def prepare(
     overwrite: bool = False,
     workers: int = 1,
     merge_only: bool = False,
+    allow_truncated_files: bool = False,
     progress: Report | None = None,
 ) -> Prepared:
     """Write the documents of `input_folder` (local path or URL) as packed samples into `output_folder` (local).
@@ -74,9 +75,9 @@ def prepare(
     Documents keep their input order, and the output is the same for any number of `workers`. OUTPUT is complete or
     absent; a killed run is gone on with where it stopped, but for the file or shard each worker was at. `shard_bytes`
     bounds the tokens of a shard, uncompressed. `merge_only` takes the token files that `tokenize_share` made and makes
-    none. Raises DataError for unusable input, for more than `max_skipped_fraction` of a split's records skipped, and
-    when OUTPUT holds anything else than the result of the same call (with `overwrite`, other prepared data are
-    replaced); DiskFullError without space.
+    none. Raises DataError for unusable input, for files that end early unless `allow_truncated_files`, for more than
+    `max_skipped_fraction` of a split's records skipped, and when OUTPUT holds anything else than the result of the same
+    call (with `overwrite`, other prepared data are replaced); DiskFullError without space.
     """
     plan = _plan(input_folder, output_folder, tokenizer_path, context_length, shard_bytes)
     existing = _existing(plan, overwrite)
@@ -101,6 +102,9 @@ def prepare(
         jobs = plan.jobs
         with open_workers(workers) as pool:
             counts = _found(pool, plan) if merge_only else _tokenize(pool, jobs, progress)
+            check_truncated(
+                {name: sizes for count in counts for name, sizes in count.truncated.items()}, allow_truncated_files
+            )
             by_split = {}
             for split in SPLITS:
                 taken = [(job, count) for job, count in zip(jobs, counts, strict=True) if job.split == split]

@@ -103,6 +103,7 @@ def tokenize(job: TokenJob) -> SplitCounts:
     result.skipped = sorted_counts(counts.skipped)
     result.skipped_places = dict(sorted(counts.places.items()))
     result.normalised = sorted_counts(counts.normalised)
+    result.truncated = {name: list(sizes) for name, sizes in counts.truncated.items()}
     info = {"request": job.request, "sha256": digest.hexdigest(), "counts": asdict(result)}
     write_atomically(_info_path(job.path), json.dumps(info).encode())
     return result

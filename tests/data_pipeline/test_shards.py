@@ -202,7 +202,7 @@ PREPARE = """
 import sys, resource, signal
 from mesatron_data.errors import DiskFullError
 from mesatron_data.shards import prepare
-mode, workers, *arguments = sys.argv[1:]
+mode, workers, allowed, *arguments = sys.argv[1:]
 if mode == "limit":
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
@@ -214,7 +214,8 @@ def progress(report):
         print(report.step, flush=True)
         sys.stdin.read()
 try:
-    prepare(*arguments, 16, shard_bytes=3000, workers=int(workers), progress=progress)
+    settings = {"shard_bytes": 3000, "workers": int(workers), "allow_truncated_files": bool(allowed)}
+    prepare(*arguments, 16, **settings, progress=progress)
 except DiskFullError as error:
     print(error)
 """
@@ -222,7 +223,7 @@ except DiskFullError as error:
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_full_disk_is_one_line(records: Path, tokenizer_path: Path, tmp_path: Path, workers: str) -> None:
-    arguments = ["limit", workers, str(records), str(tmp_path / "out"), str(tokenizer_path)]
+    arguments = ["limit", workers, "", str(records), str(tmp_path / "out"), str(tokenizer_path)]
     done = subprocess.run([sys.executable, "-c", PREPARE, *arguments], capture_output=True, text=True, check=True)
     assert (
         done.stdout
@@ -241,10 +242,35 @@ def test_no_space_is_told_from_other_faults(tmp_path: Path) -> None:
     assert not isinstance(caught.value, DiskFullError)
 
 
+def test_a_truncated_file_is_refused_unless_asked_for(records: Path, tokenizer_path: Path, tmp_path: Path) -> None:
+    """Nothing is tokenized again once it is asked for, and the manifest names the file."""
+    folder = shutil.copytree(records, tmp_path / "in")
+    broken = folder / "train/deep/c.jsonl.zst"
+    broken.write_bytes(broken.read_bytes()[:-100])
+    size = broken.stat().st_size
+    paths = (str(folder), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH)
+    with pytest.raises(DataError, match=rf"1 files end early .*c.jsonl.zst \(read {size:,} of {size:,} bytes"):
+        prepare(*paths)
+    made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tokens")}
+    with stopped_at(5, 1, folder, tokenizer_path, tmp_path, allow_truncated_files="1") as reached:
+        assert reached == "pack"
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tokens")} == made
+    manifest = prepare(*paths, allow_truncated_files=True).manifest
+    assert manifest == load_manifest(str(tmp_path / "out"))
+    assert manifest.splits["train"].truncated == {"train/deep/c.jsonl.zst": [size, size]}
+    assert 250 <= manifest.splits["train"].documents < 323
+    with pytest.raises(DataError, match="1 files end early"):
+        train_tokenizer(str(folder), tmp_path / "tokenizer", 320)
+
+
 @contextmanager
-def stopped_at(report: int, workers: int, records: Path, tokenizer: Path, tmp_path: Path) -> Iterator[str]:
+def stopped_at(
+    report: int, workers: int, records: Path, tokenizer: Path, tmp_path: Path, allow_truncated_files: str = ""
+) -> Iterator[str]:
     """A run of its own session, at its n-th report of progress; killed on leaving, its workers by its end alone."""
-    arguments = [str(report), str(workers), str(records), str(tmp_path / "out"), str(tokenizer)]
+    arguments = [
+        str(report), str(workers), allow_truncated_files, str(records), str(tmp_path / "out"), str(tokenizer)
+    ]  # fmt: skip
     with subprocess.Popen(
         [sys.executable, "-c", PREPARE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         start_new_session=True,

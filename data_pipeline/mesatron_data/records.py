@@ -183,9 +183,10 @@ def _parse(line: bytes, file: str, number: int, normalised: Counter[str]) -> Doc
         return "empty"
     if text.isspace():
         return "whitespace_only"
-    text, replaced = LONE_SURROGATE.subn("\ufffd", text)
-    if replaced:
-        normalised["lone_surrogate_replaced"] += replaced
+    if not text.isascii():  # known without a look at the characters
+        text, replaced = LONE_SURROGATE.subn("\ufffd", text)
+        if replaced:
+            normalised["lone_surrogate_replaced"] += replaced
     meta = record.get("meta")
     source = meta.get("redpajama_set_name") if isinstance(meta, dict) else None
     if not isinstance(source, str) or not source:

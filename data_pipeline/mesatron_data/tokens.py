@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import os
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -77,11 +78,13 @@ def tokenize(job: TokenJob) -> SplitCounts:
     sources: list[int] = []
     numbers: dict[str, int] = {}
     digest = hashlib.sha256()
+    dtype = np.dtype(job.token_dtype)
+    bos = np.array(tokenizer.bos_id, dtype).tobytes()
     partial = job.path.with_name(f"{job.path.name}.{os.uname().nodename}-{os.getpid()}{PARTIAL_SUFFIX}")
     try:
         with partial.open("wb") as output:
             for document, ids in _encode(job.file, tokenizer, counts):
-                data = np.array([tokenizer.bos_id, *ids], job.token_dtype).tobytes()
+                data = bos + array(dtype.char, ids).tobytes()
                 digest.update(data)
                 output.write(data)
                 source = result.sources.setdefault(document.source, SourceCounts())

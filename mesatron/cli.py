@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -214,7 +214,7 @@ def config_check(
 @tokenizer_app.command("train")
 def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
     """Train the SentencePiece model that the config names on its raw text."""
-    from mesatron_data.tokenizer import INFO_FILE, MODEL_FILE, tokenizer_request, train_tokenizer
+    from mesatron_data.tokenizer import INFO_FILE, MODEL_FILE, Tokenizer, tokenizer_request, train_tokenizer
 
     from mesatron.config import load_config
 
@@ -230,11 +230,13 @@ def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Ov
                 f"{folder} holds another tokenizer than the config asks for; choose another tokenizer.path, or pass "
                 "--overwrite to replace it."
             )
+        Tokenizer.load(folder)
         typer.echo(f"{folder} is there already: {size} pieces.")
         return
     trained = train_tokenizer(
         str(config.data.input_folder), folder, size, seed=config.train.seed,
         max_sample_bytes=config.tokenizer.sample_bytes, max_skipped_fraction=config.data.max_skipped_fraction,
+        allow_truncated_files=config.data.allow_truncated_files,
     )  # fmt: skip
     typer.echo(
         f"{folder}: {trained.vocabulary_size} pieces from {trained.sample_documents:,} of {trained.documents:,} "
@@ -243,37 +245,50 @@ def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Ov
 
 
 @data_app.command("prepare")
-def data_prepare(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
-    """Tokenize and pack the raw text into verified shards."""
-    from mesatron_data.shards import Progress, prepare
+def data_prepare(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    overwrite: Overwrite = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes to use; every core that this one may use by default.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="K/N", help="Only tokenize the files of task K (from 0) of N.")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Only pack what all tasks have tokenized.")] = False,
+) -> None:
+    """Tokenize and pack the raw text into verified shards; a killed run goes on where it stopped."""
+    from mesatron_data.shards import prepare, tokenize_share
     from mesatron_data.tokenizer import Tokenizer
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
 
     from mesatron.config import load_config
+    from mesatron.preparation import preparation_bars, print_manifest, task_numbers
 
     config = load_config(file, overrides or [])
-    size = Tokenizer.load(config.tokenizer.path).vocabulary_size
+    if task is not None and merge:
+        raise ConfigError("--task and --merge exclude each other; run all tasks first, then --merge.")
+    data, tokenizer = config.data, config.tokenizer.path
+    size = Tokenizer.load(tokenizer).vocabulary_size
     if size != config.model.vocabulary_size:
         raise DataError(
-            f"model.vocabulary_size is {config.model.vocabulary_size}, but {config.tokenizer.path} has {size} pieces; "
+            f"model.vocabulary_size is {config.model.vocabulary_size}, but {tokenizer} has {size} pieces; "
             "change it or train another tokenizer."
         )
-    console = Console(stderr=True)
-    columns = (BarColumn(), TextColumn("{task.completed}/{task.total} files {task.fields[figures]}"))
-    with Bar(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("prepare", total=None, figures="")
-
-        def show(progress: Progress) -> None:
-            figures = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
-            bar.update(task, total=progress.files, completed=progress.files_done, figures=figures)
-
-        result = prepare(
-            str(config.data.input_folder), config.data.folder, config.tokenizer.path, config.data.context_length,
-            max_skipped_fraction=config.data.max_skipped_fraction, overwrite=overwrite, progress=show,
-        )  # fmt: skip
-    _print_manifest(config.data.folder, result.manifest, "was there already" if result.reused else "written")
+    workers = workers or len(os.sched_getaffinity(0))
+    paths = (str(data.input_folder), data.folder, tokenizer, data.context_length)
+    with preparation_bars() as progress:
+        if task is not None:
+            number, tasks = task_numbers(task)
+            files = tokenize_share(*paths, number, tasks, overwrite=overwrite, workers=workers, progress=progress)
+        else:
+            result = prepare(
+                *paths, max_skipped_fraction=data.max_skipped_fraction, overwrite=overwrite, workers=workers,
+                merge_only=merge, allow_truncated_files=data.allow_truncated_files, progress=progress,
+            )  # fmt: skip
+    if task is not None:
+        typer.echo(f"Task {task}: {files} files are tokenized; after all tasks run --merge.")
+    else:
+        print_manifest(data.folder, result.manifest, "was there already" if result.reused else "written")
 
 
 @data_app.command("verify")
@@ -295,8 +310,10 @@ def data_inspect(
     """Sources, document lengths, token frequencies and decoded sequences of prepared shards."""
     from mesatron_data.inspect import inspect
 
+    from mesatron.preparation import print_manifest
+
     found = inspect(folder, samples)
-    _print_manifest(folder, found.manifest, "holds")
+    print_manifest(folder, found.manifest, "holds")
     for split, counts in found.manifest.splits.items():
         lengths = ", ".join(f"<={length}: {number:,}" for length, number in counts.document_lengths.items())
         typer.echo(f"{split} document lengths in tokens  {lengths}")
@@ -307,24 +324,6 @@ def data_inspect(
         typer.echo(f"--- sequence {number}")
         for piece in sample:
             typer.echo(f"[{piece.source}{', document begins' if piece.begins else ', continued'}] {piece.text}")
-
-
-def _print_manifest(folder: Path, manifest: Any, what: str) -> None:
-    typer.echo(
-        f"{folder} {what}: sequences of {manifest.context_length} tokens, fingerprint {manifest.fingerprint[:12]}"
-    )
-    for split, counts in manifest.splits.items():
-        typer.echo(
-            f"{split}: {counts.samples:,} sequences, {counts.documents:,} documents, {counts.tokens:,} tokens "
-            f"({counts.dropped_tail_tokens} at the end fill no sequence)"
-        )
-        for source, figures in counts.sources.items():
-            typer.echo(f"  {source}: {figures.documents:,} documents, {figures.tokens:,} tokens")
-        for reason, number in counts.skipped.items():
-            places = ", ".join(counts.skipped_places.get(reason, []))
-            typer.echo(f"  skipped, {reason}: {number:,} ({places})")
-        for reason, number in counts.normalised.items():
-            typer.echo(f"  changed, {reason}: {number:,}")
 
 
 @checkpoint_app.command("list")

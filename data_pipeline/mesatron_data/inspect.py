@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from mesatron_data.manifest import Manifest, load_manifest, read_file
+from mesatron_data.mds import read_samples
 from mesatron_data.pack import Sample
-from mesatron_data.shards import read_samples
 from mesatron_data.tokenizer import MODEL_FILE, Tokenizer
 
 TOKENS_SAMPLES = 10_000

@@ -13,6 +13,7 @@ import fsspec
 
 from mesatron_data.errors import DataError
 from mesatron_data.files import sha256
+from mesatron_data.records import PLACES_KEPT
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
@@ -30,7 +31,7 @@ class SourceCounts:
 @dataclass
 class SplitCounts:
     """What one split holds. `document_lengths` counts documents by the smallest power of two that is no less than
-    their tokens."""
+    their tokens, `truncated` names files that ended early, with the bytes read and had."""
 
     samples: int = 0
     dropped_tail_tokens: int = 0
@@ -39,6 +40,28 @@ class SplitCounts:
     skipped: dict[str, int] = field(default_factory=dict)
     skipped_places: dict[str, list[str]] = field(default_factory=dict)
     normalised: dict[str, int] = field(default_factory=dict)
+    truncated: dict[str, list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "SplitCounts":
+        """Return the counts that `dataclasses.asdict` and JSON made `value` of."""
+        sources = {source: SourceCounts(**counts) for source, counts in value["sources"].items()}
+        lengths = {int(length): count for length, count in value["document_lengths"].items()}
+        return cls(**value | {"sources": sources, "document_lengths": lengths})
+
+    def add(self, other: "SplitCounts") -> None:
+        """Add the counts of a part of the split that comes later in its order."""
+        for source, counts in other.sources.items():
+            total = self.sources.setdefault(source, SourceCounts())
+            total.documents += counts.documents
+            total.tokens += counts.tokens
+            total.bytes += counts.bytes
+        for name in ("document_lengths", "skipped", "normalised"):
+            setattr(self, name, sorted_counts(Counter(getattr(self, name)) + Counter(getattr(other, name))))
+        for reason, places in other.skipped_places.items():
+            self.skipped_places[reason] = (self.skipped_places.get(reason, []) + places)[:PLACES_KEPT]
+        self.skipped_places = dict(sorted(self.skipped_places.items()))
+        self.truncated |= other.truncated
 
     @property
     def documents(self) -> int:
@@ -131,16 +154,7 @@ def load_manifest(folder: str) -> Manifest:
             f"format {FORMAT_VERSION}: prepare again."
         )
     try:
-        splits = {
-            name: SplitCounts(
-                **split
-                | {
-                    "sources": {source: SourceCounts(**counts) for source, counts in split["sources"].items()},
-                    "document_lengths": {int(length): count for length, count in split["document_lengths"].items()},
-                }
-            )
-            for name, split in value["splits"].items()
-        }
+        splits = {name: SplitCounts.from_json(split) for name, split in value["splits"].items()}
         return Manifest(**value | {"splits": splits})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f"{folder}/{MANIFEST_FILE} is damaged ({error}): prepare again with --overwrite.") from error

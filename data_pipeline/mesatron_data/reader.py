@@ -8,21 +8,23 @@ or hangs on a damaged shard.
 
 import fcntl
 import os
+import threading
 from pathlib import Path
 
 import torch
+import zstandard
 
 from mesatron_data.errors import DataError, DiskFullError
 from mesatron_data.files import disk_full
 from mesatron_data.manifest import load_manifest
+from mesatron_data.mds import shard_files
 from mesatron_data.mosaic import streaming
 from mesatron_data.pack import Sample
 from mesatron_data.records import SPLITS
 from mesatron_data.segments import hold, release, remove_stale
-from mesatron_data.shards import shard_files
 
 HASH = "xxh64"
-FAULTS = (DataError, ValueError, OSError, RuntimeError)
+FAULTS = (DataError, ValueError, OSError, RuntimeError, zstandard.ZstdError)
 
 
 class SampleReader:
@@ -126,12 +128,29 @@ class SampleReader:
     def _fetch(self, shard: int) -> None:
         """Fetch and unpack a shard and check the unpacked file too (streaming checks only the packed one)."""
         try:
+            self._unpack(shard)
             self._dataset.prepare_shard(shard)
             _check_hash(self._paths(shard)[1], self._shards[shard]["raw_data"]["hashes"][HASH], "remove it")
         except FAULTS:
             # streaming leaves the shard marked as being fetched, and every other reader would wait for it for ever.
             self._dataset._shard_states[shard] = streaming.base.dataset._ShardState.REMOTE
             raise
+
+    def _unpack(self, shard: int) -> None:
+        """Unpack a shard that is here already. streaming would do so under one name for all processes, and those of
+        other machines that share the folder cannot know of each other."""
+        packed, raw = self._paths(shard)
+        if raw.exists() or not packed.exists():
+            return
+        info = self._shards[shard]
+        _check_hash(packed, info["zip_data"]["hashes"][HASH], "restore the shard or prepare again with --overwrite")
+        content = zstandard.ZstdDecompressor().decompress(packed.read_bytes(), info["raw_data"]["bytes"])
+        partial = raw.with_name(f".{raw.name}.{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}")
+        try:
+            partial.write_bytes(content)
+            partial.replace(raw)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def _remove_copies(self, shard: int) -> None:
         packed, raw = self._paths(shard)

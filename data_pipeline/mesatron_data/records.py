@@ -12,7 +12,9 @@ counted by reason:
     no_text                   the line is no JSON object with a string under "text"
     not_json, invalid_utf8    the line cannot be parsed or decoded
     blank_line                the line holds nothing
-    truncated_file            the compressed data end early or are damaged: what came before is used, the rest is lost
+
+Compressed data that end early or are damaged lose an unknown number of records: the file is named, with the bytes that
+could be read and those it has, and what came before is used only where that is asked for (`check_truncated`).
 """
 
 import gzip
@@ -20,7 +22,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import fsspec
@@ -61,12 +63,14 @@ class Document:
 @dataclass
 class Counts:
     """What became of the records read: used, skipped by reason with the first places ("file:line"), and characters
-    changed by kind."""
+    changed by kind; of a truncated file, how many of its bytes were read (to the nearest MiB above) and how many it
+    has."""
 
     documents: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)
     normalised: Counter[str] = field(default_factory=Counter)
+    truncated: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     def skip(self, reason: str, file: str, line: int) -> None:
         """Count one skipped record."""
@@ -75,17 +79,12 @@ class Counts:
         if len(places) < PLACES_KEPT:
             places.append(f"{file}:{line}")
 
-    def add(self, other: "Counts") -> None:
-        """Add the counts of a file that comes later in the order."""
-        self.documents += other.documents
-        self.skipped += other.skipped
-        self.normalised += other.normalised
-        for reason, places in other.places.items():
-            self.places[reason] = (self.places.get(reason, []) + places)[:PLACES_KEPT]
-
 
 class _Truncated(Exception):
-    """The compressed data ended early or are damaged."""
+    """The compressed data ended early or are damaged; `bytes_read` of them had been read by then."""
+
+    def __init__(self, bytes_read: int) -> None:
+        self.bytes_read = bytes_read
 
 
 def list_files(folder: str, split: str) -> list[InputFile]:
@@ -120,7 +119,6 @@ def read_documents(file: InputFile, counts: Counts) -> Iterator[Document]:
 
     Raises DataError when the file cannot be opened or read.
     """
-    number = 0
     try:
         for number, line in enumerate(_lines(file), 1):
             parsed = _parse(line, file.name, number, counts.normalised)
@@ -129,27 +127,39 @@ def read_documents(file: InputFile, counts: Counts) -> Iterator[Document]:
             else:
                 counts.documents += 1
                 yield parsed
-    except _Truncated:
-        counts.skip("truncated_file", file.name, number + 1)
+    except _Truncated as truncated:
+        counts.truncated[file.name] = (truncated.bytes_read, file.bytes)
     except OSError as error:
         raise DataError(
             f"Cannot read {file.url}: {error.strerror or error}; check the path and its permissions."
         ) from error
 
 
-def check_skipped(counts: Counts, max_skipped_fraction: float, where: str) -> None:
+def check_skipped(
+    documents: int, skipped: Mapping[str, int], places: Mapping[str, list[str]], max_skipped_fraction: float, where: str
+) -> None:
     """Raise DataError when no document was usable or more than `max_skipped_fraction` of the records were skipped."""
-    skipped = counts.skipped.total()
-    total = counts.documents + skipped
-    if counts.documents and skipped <= max_skipped_fraction * total:
+    lost = sum(skipped.values())
+    total = documents + lost
+    if documents and lost <= max_skipped_fraction * total:
         return
-    reasons = ", ".join(
-        f"{reason} {count} (first at {counts.places[reason][0]})" for reason, count in sorted(counts.skipped.items())
-    )
+    reasons = ", ".join(f"{reason} {count} (first at {places[reason][0]})" for reason, count in sorted(skipped.items()))
     raise DataError(
-        f"{skipped} of {total} records in {where} cannot be used, more than the allowed share of "
+        f"{lost} of {total} records in {where} cannot be used, more than the allowed share of "
         f"{max_skipped_fraction:g}: "
         f"{reasons or 'the files hold no record'}; mend the records or raise the allowed share."
+    )
+
+
+def check_truncated(truncated: Mapping[str, Sequence[int]], allowed: bool) -> None:
+    """Raise DataError when files ended early or are damaged, unless that is `allowed`."""
+    if not truncated or allowed:
+        return
+    named = [f"{name} (read {read:,} of {size:,} bytes)" for name, (read, size) in truncated.items()]
+    raise DataError(
+        f"{len(named)} files end early or are damaged, and how many records that loses is unknown: "
+        f"{', '.join(named[:PLACES_KEPT])}{', ...' if len(named) > PLACES_KEPT else ''}; fetch them again, or set "
+        "data.allow_truncated_files to use what can be read."
     )
 
 
@@ -173,9 +183,10 @@ def _parse(line: bytes, file: str, number: int, normalised: Counter[str]) -> Doc
         return "empty"
     if text.isspace():
         return "whitespace_only"
-    text, replaced = LONE_SURROGATE.subn("\ufffd", text)
-    if replaced:
-        normalised["lone_surrogate_replaced"] += replaced
+    if not text.isascii():  # known without a look at the characters
+        text, replaced = LONE_SURROGATE.subn("\ufffd", text)
+        if replaced:
+            normalised["lone_surrogate_replaced"] += replaced
     meta = record.get("meta")
     source = meta.get("redpajama_set_name") if isinstance(meta, dict) else None
     if not isinstance(source, str) or not source:
@@ -209,7 +220,7 @@ def _blocks(file: InputFile) -> Iterator[bytes]:
                 while block := unpacked.read1(BLOCK_BYTES):
                     yield block
             except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise _Truncated from error
+                raise _Truncated(stream.tell()) from error
         else:
             while block := stream.read(BLOCK_BYTES):
                 yield block
@@ -228,6 +239,6 @@ def _zstd_blocks(stream) -> Iterator[bytes]:  # type: ignore[no-untyped-def]
                 if unpacker.eof:
                     data, unpacker = unpacker.unused_data, None
     except zstandard.ZstdError as error:
-        raise _Truncated from error
+        raise _Truncated(stream.tell()) from error
     if unpacker is not None:
-        raise _Truncated
+        raise _Truncated(stream.tell())

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 
 from mesatron_data.manifest import Manifest, SourceCounts, SplitCounts, read_json
+from mesatron_data.mds import COMPRESSION, HASHES, columns
 from mesatron_data.mosaic import streaming
-from mesatron_data.pack import Packer
-from mesatron_data.shards import COMPRESSION, HASHES
+from mesatron_data.pack import cut
 
 
 def write_shards(folder: Path, vocabulary_size: int, context_length: int, samples: dict[str, int], seed: int) -> Path:
@@ -22,24 +22,23 @@ def write_shards(folder: Path, vocabulary_size: int, context_length: int, sample
         vocabulary_size=vocabulary_size, bos_id=1, context_length=context_length, token_dtype="uint16",
         sources=["a", "b"], splits={}, request="",
     )  # fmt: skip
-    columns = {
-        "tokens": f"ndarray:uint16:{context_length + 1}",
-        "document_starts": "ndarray:int32",
-        "sources": "ndarray:uint16",
-    }
     folder.mkdir(parents=True)
     for split, count in samples.items():
-        packer = Packer(context_length, 1, "uint16")
+        documents: list[np.ndarray] = []
+        sources: list[int] = []
+        begins = [0]
+        while begins[-1] <= count * context_length:
+            ids = 2 + (vocabulary_size - 2) * draw.random(int(draw.integers(1, 3 * context_length))) ** 3
+            documents += [np.array([1]), ids.astype(int)]
+            begins.append(begins[-1] + 1 + len(ids))
+            sources.append(int(draw.integers(2)))
+        tokens = np.concatenate(documents)[: count * context_length + 1].astype(np.uint16)
         with streaming.MDSWriter(
-            columns=columns, out=str(folder / split), compression=COMPRESSION, hashes=HASHES, size_limit=1 << 13
-        ) as writer:
-            written = 0
-            while written < count:
-                ids = 2 + (vocabulary_size - 2) * draw.random(int(draw.integers(1, 3 * context_length))) ** 3
-                for sample in packer.add(ids.astype(int).tolist(), int(draw.integers(2))):
-                    if written < count:
-                        writer.write(vars(sample))
-                        written += 1
+            columns=columns("uint16", context_length), out=str(folder / split), compression=COMPRESSION, hashes=HASHES,
+            size_limit=1 << 13,
+        ) as writer:  # fmt: skip
+            for sample in cut(tokens, np.array(begins[:-1]), np.array(sources, np.uint16), context_length):
+                writer.write(vars(sample))
         manifest.splits[split] = SplitCounts(samples=count, sources={"a": SourceCounts(), "b": SourceCounts()})
     indexes = {split: read_json(str(folder), f"{split}/index.json") for split in samples}
     manifest.fingerprint = manifest.content_fingerprint(indexes)

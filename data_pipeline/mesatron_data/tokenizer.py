@@ -20,7 +20,7 @@ import sentencepiece
 
 from mesatron_data.errors import DataError
 from mesatron_data.files import sha256, write_atomically, writing
-from mesatron_data.records import LONE_SURROGATE, Counts, check_skipped, list_files, read_documents
+from mesatron_data.records import LONE_SURROGATE, Counts, check_skipped, check_truncated, list_files, read_documents
 
 MODEL_FILE = "tokenizer.model"
 INFO_FILE = "tokenizer.json"
@@ -61,7 +61,8 @@ class Tokenizer:
             self._processor.LoadFromSerializedProto(model)
         except RuntimeError as error:
             raise DataError(
-                f"{path} is no SentencePiece model or is damaged: train one with `mesatron tokenizer train`."
+                f"{path} is no SentencePiece model or is damaged: restore it, or train one with `mesatron tokenizer "
+                "train` and --overwrite."
             ) from error
         self.model = model
         self.sha256 = sha256(model)
@@ -94,7 +95,10 @@ class Tokenizer:
             and info.exists()
             and json.loads(info.read_bytes()).get("sha256") != tokenizer.sha256
         ):
-            raise DataError(f"{path} is not the tokenizer that {info} describes: train it again or restore the file.")
+            raise DataError(
+                f"{path} is not the tokenizer that {info} describes: restore it, or train one with `mesatron tokenizer "
+                "train` and --overwrite."
+            )
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
@@ -144,6 +148,7 @@ def train_tokenizer(
     seed: int = 0,
     max_sample_bytes: int = 100_000_000,
     max_skipped_fraction: float = 0.01,
+    allow_truncated_files: bool = False,
 ) -> TokenizerInfo:
     """Train on a random sample of `input_folder`/train and write tokenizer.model and tokenizer.json into
     `output_folder`.
@@ -155,7 +160,8 @@ def train_tokenizer(
     output_folder = Path(output_folder)
     counts = Counts()
     sample = _sample(input_folder, counts, random.Random(seed), max_sample_bytes)
-    check_skipped(counts, max_skipped_fraction, f"{input_folder}/train")
+    check_truncated(counts.truncated, allow_truncated_files)
+    check_skipped(counts.documents, counts.skipped, counts.places, max_skipped_fraction, f"{input_folder}/train")
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

@@ -12,8 +12,8 @@ import zstandard
 from mesatron_data.errors import DataError
 from mesatron_data.files import sha256, write_atomically
 from mesatron_data.manifest import Manifest, load_manifest, read_file
+from mesatron_data.mds import decode_shard, shard_files
 from mesatron_data.records import SPLITS
-from mesatron_data.shards import decode_shard, shard_files
 from mesatron_data.tokenizer import MODEL_FILE
 
 VERIFIED_FILE = "verified.json"

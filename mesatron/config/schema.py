@@ -128,6 +128,8 @@ class DataConfig(Section):
     """Tokens per sequence."""
     max_skipped_fraction: Fraction = 0.01
     """Preparation fails when more than this share of the records cannot be used."""
+    allow_truncated_files: bool = False
+    """Use what can be read of compressed input files that end early or are damaged, instead of refusing them."""
     shuffle: bool = True
     """Read the sequences of an epoch in an order drawn from `train.seed`."""
     num_canonical_nodes: PositiveInt = 1

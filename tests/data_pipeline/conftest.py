@@ -86,7 +86,7 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory, records: Path) -> P
 def prepared(tmp_path_factory: pytest.TempPathFactory, records: Path, tokenizer_path: Path) -> Path:
     """A prepared folder of several small shards. Tests that change files copy it first."""
     folder = tmp_path_factory.mktemp("prepared") / "data"
-    prepare(str(records), folder, tokenizer_path, CONTEXT_LENGTH, shard_bytes=6000)
+    prepare(str(records), folder, tokenizer_path, CONTEXT_LENGTH, shard_bytes=3000)
     return folder
 
 

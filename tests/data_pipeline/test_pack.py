@@ -2,15 +2,16 @@
 
 import numpy as np
 import pytest
-from mesatron_data.pack import Packer, Sample
+from mesatron_data.pack import Sample, cut, sample_count
 
 BOS = 1
 
 
 def pack(documents: list[list[int]], length: int) -> tuple[list[Sample], int]:
-    packer = Packer(length, BOS, "uint16")
-    samples = [sample for number, ids in enumerate(documents) for sample in packer.add(ids, number)]
-    return samples, packer.tail_tokens
+    stream = np.array([token for ids in documents for token in [BOS, *ids]], np.uint16)
+    begins = np.flatnonzero(stream == BOS)
+    _, tail = sample_count(len(stream), length)
+    return list(cut(stream, begins, np.arange(len(documents), dtype=np.uint16), length)), tail
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 16, 100])
@@ -45,7 +46,14 @@ def test_a_stream_shorter_than_a_sample_is_all_tail() -> None:
     assert tail == 3
 
 
-def test_token_ids_beyond_uint16() -> None:
-    packer = Packer(2, 70_000, "uint32")
-    (sample,) = packer.add([65_536, 99_999], 0)
-    assert sample.tokens.tolist() == [70_000, 65_536, 99_999]
+def test_any_run_of_samples_can_be_cut_by_itself() -> None:
+    draw = np.random.default_rng(0)
+    documents = [draw.integers(2, 500, size=draw.integers(0, 40)).tolist() for _ in range(50)]
+    whole, _ = pack(documents, 7)
+    stream = np.array([token for ids in documents for token in [BOS, *ids]], np.uint16)
+    begins = np.flatnonzero(stream == BOS)
+    for first, end in [(0, 1), (3, 9), (20, len(whole))]:
+        low = int(np.searchsorted(begins, first * 7, side="right")) - 1
+        sources = np.arange(low, len(documents), dtype=np.uint16)
+        part = list(cut(stream[first * 7 : end * 7 + 1], begins[low:] - first * 7, sources, 7))
+        assert [str(vars(sample)) for sample in part] == [str(vars(sample)) for sample in whole[first:end]]

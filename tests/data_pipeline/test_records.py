@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import zstandard
 from mesatron_data.errors import DataError
-from mesatron_data.records import Counts, check_skipped, list_files, read_documents
+from mesatron_data.records import Counts, check_skipped, check_truncated, list_files, read_documents
 
 
 def line(text: object, source: object = "RedPajamaBook") -> bytes:
@@ -117,7 +117,7 @@ def test_forms_and_order(train: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["zst", "gz"])
 @pytest.mark.parametrize("kept", [0.4, 0.7, 0.999])
-def test_a_truncated_file_gives_what_it_holds_and_is_counted(train: Path, suffix: str, kept: float) -> None:
+def test_a_truncated_file_gives_what_it_holds_and_is_named(train: Path, suffix: str, kept: float) -> None:
     texts = [f"{number} " + "abcdefghij"[number % 10] * number for number in range(3000)]
     data = b"".join(line(text) for text in texts)
     packed = zstandard.ZstdCompressor().compress(data) if suffix == "zst" else gzip.compress(data)
@@ -125,16 +125,20 @@ def test_a_truncated_file_gives_what_it_holds_and_is_counted(train: Path, suffix
     documents, counts = read(train.parent)
     assert [text for text, _, _ in documents] == texts[: len(documents)]
     assert len(documents) < len(texts) or kept == 0.999
-    assert dict(counts.skipped) == {"truncated_file": 1}
-    assert counts.places["truncated_file"] == [f"train/a.jsonl.{suffix}:{len(documents) + 1}"]
+    size = int(len(packed) * kept)
+    assert counts.truncated == {f"train/a.jsonl.{suffix}": (size, size)}
+    assert not counts.skipped
+    check_truncated(counts.truncated, allowed=True)
+    with pytest.raises(DataError, match=rf"1 files end early .*\.{suffix} \(read {size:,} of {size:,} bytes"):
+        check_truncated(counts.truncated, allowed=False)
 
 
-def test_damaged_compression_is_counted_not_raised(train: Path) -> None:
+def test_damaged_compression_is_named_not_raised(train: Path) -> None:
     (train / "a.jsonl.zst").write_bytes(b"this is no zstandard frame")
     (train / "b.jsonl.gz").write_bytes(b"this is no gzip file")
     documents, counts = read(train.parent)
     assert documents == []
-    assert dict(counts.skipped) == {"truncated_file": 2}
+    assert counts.truncated == {"train/a.jsonl.zst": (26, 26), "train/b.jsonl.gz": (2, 20)}
 
 
 def test_missing_and_empty_folders(tmp_path: Path) -> None:
@@ -145,25 +149,18 @@ def test_missing_and_empty_folders(tmp_path: Path) -> None:
         list_files(str(tmp_path), "train")
 
 
+def check(counts: Counts, max_skipped_fraction: float) -> None:
+    check_skipped(counts.documents, counts.skipped, counts.places, max_skipped_fraction, "here")
+
+
 def test_allowed_share_of_skipped_records(train: Path) -> None:
     (train / "a.jsonl").write_bytes(line("one") * 9 + b"broken\n")
     _, counts = read(train.parent)
-    check_skipped(counts, 0.1, "here")
+    check(counts, 0.1)
     with pytest.raises(DataError, match=r"1 of 10 records in here .* not_json 1 \(first at train/a.jsonl:10\)"):
-        check_skipped(counts, 0.09, "here")
+        check(counts, 0.09)
     with pytest.raises(DataError, match="0 of 0 records"):
-        check_skipped(Counts(), 1.0, "here")
-
-
-def test_counts_of_files_add_up() -> None:
-    first, second = Counts(documents=2), Counts(documents=3)
-    for number in range(4):
-        first.skip("empty", "a", number)
-        second.skip("empty", "b", number)
-    first.add(second)
-    assert first.documents == 5
-    assert first.skipped["empty"] == 8
-    assert first.places["empty"] == ["a:0", "a:1", "a:2", "a:3", "b:0"]
+        check(Counts(), 1.0)
 
 
 def test_reading_through_a_url(train: Path) -> None:

@@ -6,20 +6,25 @@ import hashlib
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from mesatron_data.errors import DataError, DiskFullError
 from mesatron_data.files import writing
 from mesatron_data.manifest import load_manifest
-from mesatron_data.shards import Progress, prepare, read_samples
-from mesatron_data.tokenizer import Tokenizer
+from mesatron_data.mds import read_samples
+from mesatron_data.shards import Progress, prepare, tokenize_share
+from mesatron_data.tokenizer import Tokenizer, train_tokenizer
 
 CONTEXT_LENGTH = 16
+SHARD_BYTES = 3000
 
 
 def files_of(folder: Path) -> dict[str, str]:
@@ -74,14 +79,50 @@ def test_sources_follow_their_documents(prepared: Path, tokenizer_path: Path, te
         assert manifest.splits["train"].sources[name].tokens == expected.count(name)
 
 
+@pytest.mark.parametrize("way", ["alone", "three workers", "tasks"])
 def test_the_same_input_gives_the_same_bytes(
-    prepared: Path, records: Path, tokenizer_path: Path, tmp_path: Path
+    prepared: Path, records: Path, tokenizer_path: Path, tmp_path: Path, way: str
 ) -> None:
-    result = prepare(str(records), tmp_path / "again", tokenizer_path, CONTEXT_LENGTH, shard_bytes=6000)
+    paths = (str(records), tmp_path / "again", tokenizer_path, CONTEXT_LENGTH)
+    if way == "tasks":
+        shares = [tokenize_share(*paths, task, 3, shard_bytes=SHARD_BYTES) for task in (2, 0, 1, 0)]
+        assert shares == [1, 2, 1, 2]
+    workers = 3 if way == "three workers" else 1
+    result = prepare(*paths, shard_bytes=SHARD_BYTES, workers=workers, merge_only=way == "tasks")
     assert not result.reused
     assert files_of(tmp_path / "again") == {
         name: digest for name, digest in files_of(prepared).items() if not name.endswith(".mds")
     }
+    assert [path.name for path in tmp_path.iterdir()] == ["again"]
+    assert tokenize_share(*paths, 0, 3, shard_bytes=SHARD_BYTES) == 0
+
+
+def test_merging_needs_every_task(records: Path, tokenizer_path: Path, tmp_path: Path) -> None:
+    paths = (str(records), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH)
+    tokenize_share(*paths, 0, 2)
+    with pytest.raises(DataError, match=r"2 of 4 files have not been tokenized for .*out, .* \(first: train/b.jsonl\)"):
+        prepare(*paths, merge_only=True)
+    tokenize_share(*paths, 1, 2)
+    cut_short = tmp_path / ".out.partial/tokens/train/deep/c.jsonl.zst.tokens"
+    cut_short.write_bytes(cut_short.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"1 of 4 files .* \(first: train/deep/c.jsonl.zst\)"):
+        prepare(*paths, merge_only=True)
+    assert prepare(*paths).manifest.splits["train"].documents == 323
+    with pytest.raises(DataError, match=r"no task 2 of 2: tasks count from 0 to 1"):
+        tokenize_share(*paths, 2, 2)
+
+
+def test_changed_records_are_tokenized_again(records: Path, tokenizer_path: Path, tmp_path: Path) -> None:
+    """Token files of other records or of another tokenizer are not taken for those asked for."""
+    folder = shutil.copytree(records, tmp_path / "in")
+    tokenize_share(str(folder), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH, 0, 1)
+    (folder / "train/b.jsonl").write_text(json.dumps({"text": "of and to in a is that"}))
+    manifest = prepare(str(folder), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH).manifest
+    assert manifest.splits["train"].documents == 100 + 1 + 73
+    train_tokenizer(str(folder), tmp_path / "other", 300)
+    tokenize_share(str(folder), tmp_path / "more", tokenizer_path, CONTEXT_LENGTH, 0, 1)
+    with pytest.raises(DataError, match="4 of 4 files have not been tokenized"):
+        prepare(str(folder), tmp_path / "more", tmp_path / "other", CONTEXT_LENGTH, merge_only=True)
 
 
 def test_a_second_call_returns_at_once_and_other_settings_are_refused(
@@ -139,17 +180,21 @@ def test_user_mistakes(records: Path, tokenizer_path: Path, tmp_path: Path, prep
     with pytest.raises(DataError, match="context_length is 0"):
         prepare(str(records), tmp_path / "out", tokenizer_path, 0)
     with pytest.raises(DataError, match="cannot hold samples"):
-        prepare(str(records), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH, shard_bytes=100)
+        prepare(str(records), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH, shard_bytes=33)
     with pytest.raises(DataError, match="No folder"):
         prepare(str(tmp_path), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+    assert not (tmp_path / "out").exists()
 
 
-def test_progress_ends_at_the_manifest(records: Path, tokenizer_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_progress_ends_at_the_manifest(records: Path, tokenizer_path: Path, tmp_path: Path, workers: int) -> None:
     seen: list[Progress] = []
-    manifest = prepare(str(records), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH, progress=seen.append).manifest
-    splits = manifest.splits.values()
-    assert seen[-1] == Progress(4, 4, sum(split.documents for split in splits), sum(split.tokens for split in splits))
+    paths = (str(records), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH)
+    splits = prepare(*paths, workers=workers, progress=seen.append).manifest.splits.values()
+    documents, tokens = sum(split.documents for split in splits), sum(split.tokens for split in splits)
+    size = sum(path.stat().st_size for path in records.rglob("*.jsonl*"))
+    assert seen[3] == Progress("tokenize", size, size, documents, tokens)
+    assert seen[4:] == [Progress("pack", number, 2, documents, tokens) for number in (1, 2)]
     assert [report.tokens for report in seen] == sorted(report.tokens for report in seen)
 
 
@@ -157,29 +202,36 @@ PREPARE = """
 import sys, resource, signal
 from mesatron_data.errors import DiskFullError
 from mesatron_data.shards import prepare
-mode, *arguments = sys.argv[1:]
+mode, workers, allowed, *arguments = sys.argv[1:]
 if mode == "limit":
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+reports = 0
 def progress(report):
-    if mode == "pause" and report.documents == 200:
-        print("half way", flush=True)
+    global reports
+    reports += 1
+    if str(reports) == mode:
+        print(report.step, flush=True)
         sys.stdin.read()
 try:
-    prepare(*arguments, 16, shard_bytes=6000, progress=progress)
+    settings = {"shard_bytes": 3000, "workers": int(workers), "allow_truncated_files": bool(allowed)}
+    prepare(*arguments, 16, **settings, progress=progress)
 except DiskFullError as error:
     print(error)
 """
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(records: Path, tokenizer_path: Path, tmp_path: Path) -> None:
-    arguments = ["limit", str(records), str(tmp_path / "out"), str(tokenizer_path)]
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_full_disk_is_one_line(records: Path, tokenizer_path: Path, tmp_path: Path, workers: str) -> None:
+    arguments = ["limit", workers, "", str(records), str(tmp_path / "out"), str(tokenizer_path)]
     done = subprocess.run([sys.executable, "-c", PREPARE, *arguments], capture_output=True, text=True, check=True)
     assert (
         done.stdout
         == f"No space left while writing {tmp_path}/out: free some space, or choose another output folder.\n"
     )
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "out").exists()
+    prepare(str(records), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_no_space_is_told_from_other_faults(tmp_path: Path) -> None:
@@ -190,23 +242,85 @@ def test_no_space_is_told_from_other_faults(tmp_path: Path) -> None:
     assert not isinstance(caught.value, DiskFullError)
 
 
-def test_a_killed_run_leaves_nothing_that_looks_complete(
-    records: Path, tokenizer_path: Path, prepared: Path, tmp_path: Path
-) -> None:
-    arguments = ["pause", str(records), str(tmp_path / "out"), str(tokenizer_path)]
+def test_a_truncated_file_is_refused_unless_asked_for(records: Path, tokenizer_path: Path, tmp_path: Path) -> None:
+    """Nothing is tokenized again once it is asked for, and the manifest names the file."""
+    folder = shutil.copytree(records, tmp_path / "in")
+    broken = folder / "train/deep/c.jsonl.zst"
+    broken.write_bytes(broken.read_bytes()[:-100])
+    size = broken.stat().st_size
+    paths = (str(folder), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH)
+    with pytest.raises(DataError, match=rf"1 files end early .*c.jsonl.zst \(read {size:,} of {size:,} bytes"):
+        prepare(*paths)
+    made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tokens")}
+    with stopped_at(5, 1, folder, tokenizer_path, tmp_path, allow_truncated_files="1") as reached:
+        assert reached == "pack"
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tokens")} == made
+    manifest = prepare(*paths, allow_truncated_files=True).manifest
+    assert manifest == load_manifest(str(tmp_path / "out"))
+    assert manifest.splits["train"].truncated == {"train/deep/c.jsonl.zst": [size, size]}
+    assert 250 <= manifest.splits["train"].documents < 323
+    with pytest.raises(DataError, match="1 files end early"):
+        train_tokenizer(str(folder), tmp_path / "tokenizer", 320)
+
+
+@contextmanager
+def stopped_at(
+    report: int, workers: int, records: Path, tokenizer: Path, tmp_path: Path, allow_truncated_files: str = ""
+) -> Iterator[str]:
+    """A run of its own session, at its n-th report of progress; killed on leaving, its workers by its end alone."""
+    arguments = [
+        str(report), str(workers), allow_truncated_files, str(records), str(tmp_path / "out"), str(tokenizer)
+    ]  # fmt: skip
     with subprocess.Popen(
-        [sys.executable, "-c", PREPARE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as run:
+        [sys.executable, "-c", PREPARE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as run:  # fmt: skip
         assert run.stdout is not None
-        assert run.stdout.readline() == "half way\n"
-        with pytest.raises(DataError, match="Another run is writing"):
-            prepare(str(records), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH, shard_bytes=6000)
+        yield run.stdout.readline().strip()
+        family = psutil.Process(run.pid).children(recursive=True)
+        assert (len(family) > workers) == (workers > 1)
         run.kill()
-    assert not (tmp_path / "out").exists()
-    assert (tmp_path / ".out.partial/train").is_dir()
-    result = prepare(str(records), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH, shard_bytes=6000)
-    assert result.manifest == load_manifest(str(prepared))
+        _, alive = psutil.wait_procs(family, timeout=20)
+        assert not alive
+
+
+def test_a_killed_run_is_gone_on_with(records: Path, tokenizer_path: Path, prepared: Path, tmp_path: Path) -> None:
+    work = tmp_path / ".out.partial"
+    made: dict[Path, int] = {}
+    for report, workers, step in [(2, 1, "tokenize"), (1, 2, "tokenize"), (7, 2, "pack"), (8, 1, "pack")]:
+        with stopped_at(report, workers, records, tokenizer_path, tmp_path) as reached:
+            assert reached == step
+            with pytest.raises(DataError, match="Another run is writing"):
+                prepare(str(records), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH, shard_bytes=SHARD_BYTES)
+        assert not (tmp_path / "out").exists()
+        finished = [path for path in work.rglob("*.json") if path.name != "index.json"]
+        assert len(finished) >= report
+        assert {path: path.stat().st_mtime_ns for path in made} == made, "what is finished is not made again"
+        made = {path: path.stat().st_mtime_ns for path in finished}
+    prepare(str(records), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH, shard_bytes=SHARD_BYTES)
+    assert files_of(tmp_path / "out") == {
+        name: digest for name, digest in files_of(prepared).items() if not name.endswith(".mds")
+    }
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_run_killed_at_its_very_end_left_is_removed(prepared: Path, records: Path, tokenizer_path: Path) -> None:
+    work = prepared.with_name(f".{prepared.name}.partial")
+    (work / "tokens").mkdir(parents=True)
+    assert prepare(str(records), prepared, tokenizer_path, CONTEXT_LENGTH, shard_bytes=SHARD_BYTES).reused
+    assert not work.exists()
+
+
+def test_a_killed_worker_is_an_error(records: Path, tokenizer_path: Path, tmp_path: Path) -> None:
+    def kill_a_worker(progress: Progress) -> None:
+        for server in psutil.Process().children():
+            for worker in server.children():
+                worker.kill()
+
+    paths = (str(records), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH)
+    with pytest.raises(DataError, match="A worker process was killed"):
+        prepare(*paths, workers=2, progress=kill_a_worker)
+    assert prepare(*paths, workers=2).manifest.splits["train"].documents == 323
 
 
 def test_a_damaged_manifest_is_named(prepared: Path, tmp_path: Path) -> None:
@@ -227,7 +341,7 @@ def test_reading_and_preparing_need_no_torch_to_be_imported() -> None:
     """The command line imports these modules to answer --help."""
     code = """if True:
         import sys
-        from mesatron_data import inspect, manifest, pack, records, shards, tokenizer, verify
+        from mesatron_data import inspect, manifest, mds, pack, records, shards, tokenizer, tokens, verify, workers
         print({"torch", "streaming"} & set(sys.modules))
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -16,7 +16,7 @@ import torch
 from mesatron_data.batch import IGNORED_TARGET, Batch
 from mesatron_data.errors import DataError
 from mesatron_data.manifest import load_manifest
-from mesatron_data.shards import read_samples
+from mesatron_data.mds import read_samples
 from mesatron_data.stream import TrainStream, ValidationSet, epoch_order
 
 GLOBAL_BATCH = 12
@@ -281,6 +281,20 @@ def test_a_damaged_unpacked_shard_is_unpacked_again(copy: Path, plain: list[list
     flip(unpacked)
     read_epoch(copy)
     assert unpacked.read_bytes() == good
+
+
+def test_two_machines_unpack_one_folder(copy: Path, plain: list[list[int]], tmp_path: Path) -> None:
+    """A folder under two names has, like one seen from two machines, readers that do not know of each other. What
+    another machine is about to write, under the name that streaming gives it, is left alone."""
+    (tmp_path / "elsewhere").symlink_to(copy)
+    begun = [path.with_suffix(".tmp") for path in (copy / "train").glob("*.zstd")]
+    for path in begun:
+        path.write_text("half")
+    with opened(copy, workers=4) as here, opened(tmp_path / "elsewhere", workers=4) as there:
+        for expected in plain:
+            assert next(here).sample_ids.tolist() == next(there).sample_ids.tolist() == expected
+    assert {path.read_text() for path in begun} == {"half"}
+    assert not list(copy.rglob(".shard*"))
 
 
 def test_an_index_of_other_shards_is_refused(copy: Path) -> None:

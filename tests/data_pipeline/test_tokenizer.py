@@ -97,7 +97,7 @@ def test_missing_damaged_and_swapped_files(tokenizer_path: Path, tmp_path: Path)
     with pytest.raises(DataError, match=r"Cannot read the tokenizer .*nowhere"):
         Tokenizer.load(tmp_path / "nowhere")
     (tmp_path / "other.model").write_bytes(tokenizer_path.read_bytes()[:1000])
-    with pytest.raises(DataError, match=r"other\.model is no SentencePiece model"):
+    with pytest.raises(DataError, match=r"other\.model is no SentencePiece model .* tokenizer train` and --overwrite"):
         Tokenizer.load(tmp_path / "other.model")
     (tmp_path / "tokenizer.model").write_bytes(tokenizer_path.read_bytes())
     (tmp_path / "tokenizer.json").write_text('{"sha256": "0"}')

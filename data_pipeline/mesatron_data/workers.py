@@ -1,0 +1,83 @@
+"""Spread a function over processes of this machine."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+from mesatron_data.errors import DataError
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+class Workers:
+    """Calls functions in `processes` processes, or in this one where that is 1; made by `open_workers`."""
+
+    def __init__(self, executor: ProcessPoolExecutor | None) -> None:
+        self._executor = executor
+
+    def map(
+        self, function: Callable[[Job], Result], jobs: Sequence[Job], done: Callable[[Job, Result], None]
+    ) -> list[Result]:
+        """Return function(job) of each job in the jobs' order; `done` is called here as each comes to its end.
+
+        Raises what `function` raised, and DataError when a process was killed.
+        """
+        results: dict[int, Result] = {}
+        for number, result in self._finished(function, jobs):
+            results[number] = result
+            done(jobs[number], result)
+        return [results[number] for number in range(len(jobs))]
+
+    def _finished(self, function: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tuple[int, Result]]:
+        if self._executor is None:
+            for number, job in enumerate(jobs):
+                yield number, function(job)
+            return
+        futures: dict[Future[Result], int] = {
+            self._executor.submit(function, job): number for number, job in enumerate(jobs)
+        }
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+@contextmanager
+def open_workers(processes: int) -> Iterator[Workers]:
+    """Start `processes` processes; when the block fails or this process ends, however it ends, so do they."""
+    if processes == 1:
+        yield Workers(None)
+        return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["mesatron_data.mosaic"])  # imports torch: once instead of in each process
+    here, there = context.Pipe(duplex=False)
+    executor = ProcessPoolExecutor(processes, context, initializer=_end_with, initargs=(here,))
+    try:
+        yield Workers(executor)
+        executor.shutdown()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "A worker process was killed, most likely for lack of memory: start again, with fewer workers, and it goes "
+            "on from there."
+        ) from error
+    finally:
+        there.close()
+        executor.shutdown(cancel_futures=True)
+        here.close()
+
+
+def _end_with(pipe: Connection) -> None:
+    """Make this process end when the other end of `pipe` is closed. Ctrl-C reaches it by that way alone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def wait() -> None:
+        pipe.poll(None)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -1,0 +1,71 @@
+"""What `mesatron data prepare` shows of its work, and how it is told which part of it to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+from mesatron_data.manifest import Manifest
+from mesatron_data.shards import Progress
+from rich.console import Console
+from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from mesatron.errors import ConfigError
+
+
+def task_numbers(value: str) -> tuple[int, int]:
+    """K and N of an option K/N. Raises ConfigError for anything else."""
+    number, slash, tasks = value.partition("/")
+    if not (slash and number.isdecimal() and tasks.isdecimal()):
+        raise ConfigError(f"--task {value} is not of the form K/N; give for example 0/16.")
+    return int(number), int(tasks)
+
+
+@contextmanager
+def preparation_bars() -> Iterator[Callable[[Progress], None]]:
+    """Bars on a terminal, and what moves them on; elsewhere a line every minute."""
+    console = Console(stderr=True)
+    text = TextColumn("{task.description:<8} {task.fields[figures]}")
+    spoken = time.monotonic()
+    with Bars(
+        text, BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), console=console,
+        disable=not console.is_terminal,
+    ) as bars:  # fmt: skip
+        ids: dict[str, TaskID] = {}
+
+        def show(progress: Progress) -> None:
+            nonlocal spoken
+            figures = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
+            if progress.step not in ids:
+                ids[progress.step] = bars.add_task(progress.step, total=progress.total, figures=figures)
+            bars.update(ids[progress.step], completed=progress.done, figures=figures)
+            if not console.is_terminal and time.monotonic() > spoken + 60:
+                spoken = time.monotonic()
+                typer.echo(f"{progress.step} {progress.done / progress.total:.1%}, {figures}", err=True)
+
+        yield show
+
+
+def print_manifest(folder: Path, manifest: Manifest, what: str) -> None:
+    """Print what a prepared folder holds and what was left out of it."""
+    typer.echo(
+        f"{folder} {what}: sequences of {manifest.context_length} tokens, fingerprint {manifest.fingerprint[:12]}"
+    )
+    for split, counts in manifest.splits.items():
+        typer.echo(
+            f"{split}: {counts.samples:,} sequences, {counts.documents:,} documents, {counts.tokens:,} tokens "
+            f"({counts.dropped_tail_tokens} at the end fill no sequence)"
+        )
+        for source, figures in counts.sources.items():
+            typer.echo(f"  {source}: {figures.documents:,} documents, {figures.tokens:,} tokens")
+        for reason, number in counts.skipped.items():
+            places = ", ".join(counts.skipped_places.get(reason, []))
+            typer.echo(f"  skipped, {reason}: {number:,} ({places})")
+        for file, (read, length) in counts.truncated.items():
+            typer.echo(f"  ends early, {file}: {read:,} of {length:,} bytes read")
+        for reason, number in counts.normalised.items():
+            typer.echo(f"  changed, {reason}: {number:,}")

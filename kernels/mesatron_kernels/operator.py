@@ -86,7 +86,7 @@ def resolve(name: str, device: torch.device | str, dtype: torch.dtype, head_size
     """The implementation that `name` stands for on a device, for q, k and v of `dtype`; only "auto" stands for another.
 
     "auto" is triton on GPUs where `selfcheck` finds it right for the dtype and head size, torch elsewhere. The first
-    time on a machine it runs that check, some seconds; after that it costs a look into a dictionary.
+    time on a machine it runs that check, up to a minute; after that it costs a look into a dictionary.
 
     Raises ValueError for an unknown name, and for triton where the check is known to have failed.
     """
@@ -111,7 +111,7 @@ def resolve(name: str, device: torch.device | str, dtype: torch.dtype, head_size
 
 def _why_not_triton(dtype: torch.dtype, head_size: int, device: torch.device) -> str | None:
     try:
-        from mesatron_kernels.triton_chunkwise import LARGEST_HEAD
+        from mesatron_kernels.launch import LARGEST_HEAD
     except ImportError as error:
         return f"Triton cannot be imported: {error}"
     from mesatron_kernels.selfcheck import LIMITS, check_pair

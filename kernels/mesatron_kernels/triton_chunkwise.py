@@ -10,14 +10,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
+from torch.library import custom_op, get_ctx
+from torch.nn.functional import pad
 
 from mesatron_kernels import triton_gradients, triton_solve, triton_states
-from mesatron_kernels.launch import chunk_length, shared_bytes
+from mesatron_kernels.launch import check_inputs, chunk_length, shared_bytes
 from mesatron_kernels.state import MesaOutput, MesaState
 from mesatron_kernels.triton_tiles import INTERPRETED
 
-LARGEST_HEAD = 128  # channels of a head at most
 # Where the norm of H exceeds this many times the smallest Lambda, low terms are kept too: high ones alone are off by
 # 2^-12, which the inverse enlarges by that ratio.
 HARDNESS = 16.0
@@ -40,16 +42,6 @@ class Layout(NamedTuple):
     chunk_count: int  # c
     scan_count: int  # S, sequences or pieces
     first_piece: Tensor | None  # int32 [sequences + 1], if S counts pieces
-
-    def entering(self, added: Tensor, decay: Tensor, outer: Tensor | None, *, backward: bool) -> Tensor:
-        """The state that enters each piece; see `triton_states.combine`."""
-        _, heads, height, width = added.shape
-        assert self.first_piece is not None
-        result, size, block = torch.empty_like(added), height * width, 1024
-        triton_states.combine[(len(self.first_piece) - 1, heads, -(-size // block))](
-            added, decay, outer, result, self.first_piece, heads, size, BACKWARD=backward, BLOCK=block
-        )
-        return result
 
 
 class States(NamedTuple):
@@ -89,9 +81,9 @@ def mesa(
     lambda / 1000 (in the Mesa layer |k| is 1). The gradient of the
     initial H, which is symmetric, is the symmetric part.
 
-    Raises ValueError for tensors off the GPU, float64, or heads that the kernels do not hold.
+    Raises ValueError for tensors off the GPU, float64, several dtypes, or heads that the kernels do not hold.
     """
-    _check(q, k, v)
+    check_inputs("mesa", q, k, v)
     states = (None, None) if initial_state is None else initial_state
     o, H, G, steps, residual, *_ = _forward(q, k, v, log_gamma, beta, lam, *states, cu_seqlens, max_steps, tolerance)
     return MesaOutput(o, MesaState(H, G) if return_state else None, steps, residual)
@@ -101,7 +93,7 @@ _Twelve = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, 
 _Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-@torch.library.custom_op("mesatron::mesa_forward", mutates_args=())
+@custom_op("mesatron::mesa_forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, beta: Tensor, lam: Tensor, H_0: Tensor | None,
     G_0: Tensor | None, cu_seqlens: Tensor | None, max_steps: int, tolerance: float,
@@ -135,7 +127,7 @@ def _forward(
 def _(q, k, v, log_gamma, beta, lam, H_0, G_0, cu_seqlens, max_steps, tolerance):
     (B, T, heads, D), E = k.shape, v.shape[-1]
     documents = B if cu_seqlens is None else len(cu_seqlens) - 1
-    chunks = torch.library.get_ctx().new_dynamic_size() if cu_seqlens is not None else B * -(-T // _chunk_length(k, v))
+    chunks = get_ctx().new_dynamic_size() if cu_seqlens is not None else B * -(-T // _chunk_length(k, v))
     gates = beta.new_empty(B, T, heads, dtype=torch.float32)
     states = gates.new_empty(documents, heads, D, D), gates.new_empty(documents, heads, E, D)
     keys = k.new_empty(k.shape, dtype=torch.float16) if k.dtype == torch.bfloat16 else k.new_empty(0)
@@ -144,7 +136,7 @@ def _(q, k, v, log_gamma, beta, lam, H_0, G_0, cu_seqlens, max_steps, tolerance)
     return v.new_empty(v.shape), *states, steps, gates, keys, torch.empty_like(gates), *chunkwise, *_solution(k)
 
 
-@torch.library.custom_op("mesatron::mesa_backward", mutates_args=())
+@custom_op("mesatron::mesa_backward", mutates_args=())
 def _backward(
     e: Tensor, dH_last: Tensor | None, dG_last: Tensor | None, k: Tensor, v: Tensor, log_gamma: Tensor, beta: Tensor,
     lam: Tensor, H_0: Tensor | None, G_0: Tensor | None, cu_seqlens: Tensor | None, keys: Tensor, summed: Tensor,
@@ -178,7 +170,7 @@ def _backward(
             scan(final, across)
             return states, before, across
         scan(None, None)
-        scan(layout.entering(before, decay, final, backward=True), across)
+        scan(_entering(before, decay, final, layout.first_piece, backward=True), across)
         return states, before[layout.first_piece[:-1]], across
 
     final_H = None if dH_last is None else -(dH_last + dH_last.mT).float().contiguous()
@@ -232,23 +224,18 @@ def _layout(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Layout:
     batch, length, L = v.shape[0], v.shape[1], _chunk_length(k, v)
     if cu_seqlens is None:
         per_sequence = -(-length // L)
+        bounds, longest = torch.arange(batch + 1, device=v.device) * length, per_sequence
         whole = Layout(None, None, None, length, per_sequence, batch * per_sequence, batch, None)
-        piece = _piece_length(whole.chunk_count, per_sequence, k)
-        if piece is None:
-            return whole
-        bounds = torch.arange(batch + 1, device=v.device) * length
-        sequences, first_chunk, first_piece = _pieces(bounds, piece, L)
-        return whole._replace(
-            sequences=sequences, first_chunk=first_chunk, scan_count=len(sequences) - 1, first_piece=first_piece
-        )
-    bounds = cu_seqlens.to(v.device).long()
-    counts = (bounds.diff() + L - 1) // L
-    starts = torch.repeat_interleave(counts)
-    first_chunk = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    begin = bounds[starts] + (torch.arange(len(starts), device=v.device) - first_chunk[starts]) * L
-    chunks = torch.stack([begin, torch.minimum(begin + L, bounds[starts + 1])], 1).int()
-    whole = Layout(chunks, bounds.int(), first_chunk.int(), length, 0, len(chunks), len(counts), None)
-    piece = _piece_length(len(chunks), int(counts.max()), k)
+    else:
+        bounds = cu_seqlens.to(v.device).long()
+        counts = (bounds.diff() + L - 1) // L
+        owner = torch.repeat_interleave(counts)
+        first_chunk = pad(counts.cumsum(0), (1, 0))
+        begin = bounds[owner] + (torch.arange(len(owner), device=v.device) - first_chunk[owner]) * L
+        chunks = torch.stack([begin, torch.minimum(begin + L, bounds[owner + 1])], 1).int()
+        whole = Layout(chunks, bounds.int(), first_chunk.int(), length, 0, len(chunks), len(counts), None)
+        longest = int(counts.max())
+    piece = _piece_length(whole.chunk_count, longest, k)
     if piece is None:
         return whole
     sequences, first_chunk, first_piece = _pieces(bounds, piece, L)
@@ -272,9 +259,9 @@ def _pieces(bounds: Tensor, piece: int, L: int) -> tuple[Tensor, Tensor, Tensor]
     counts = (bounds.diff() + L - 1) // L
     pieces = ((counts + piece - 1) // piece).clamp(min=1)  # an empty one keeps its state
     owner = torch.repeat_interleave(pieces)
-    first_piece = torch.nn.functional.pad(pieces.cumsum(0), (1, 0))
+    first_piece = pad(pieces.cumsum(0), (1, 0))
     ahead = (torch.arange(len(owner), device=bounds.device) - first_piece[owner]) * piece
-    first_chunk = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    first_chunk = pad(counts.cumsum(0), (1, 0))
     sequences = torch.cat([bounds[owner] + ahead * L, bounds[-1:]])
     chunks = torch.cat([first_chunk[owner] + ahead, first_chunk[-1:]])
     return sequences.int(), chunks.int(), first_piece.int()
@@ -312,12 +299,24 @@ def _states(
             return states, final, None
         decay = beta.new_empty(layout.scan_count, heads)
         scan(None, decay)
-        scan(layout.entering(final, decay, initial, backward=False), None)
+        scan(_entering(final, decay, initial, layout.first_piece, backward=False), None)
         return states, final, decay
 
     H, H_last, decay = sums(k, H_0, True)
     G, G_last, _ = sums(v, G_0, False)
     return H, G, hard, H_last, G_last, decay
+
+
+def _entering(
+    added: Tensor, decay: Tensor, outer: Tensor | None, first_piece: Tensor, *, backward: bool
+) -> Tensor:  # fmt: skip
+    """The state that enters each piece; see `triton_states.combine`."""
+    _, heads, height, width = added.shape
+    result, size, block = torch.empty_like(added), height * width, 1024
+    triton_states.combine[(len(first_piece) - 1, heads, -(-size // block))](
+        added, decay, outer, result, first_piece, heads, size, BACKWARD=backward, BLOCK=block
+    )
+    return result
 
 
 def _solution(k: Tensor) -> Solution:
@@ -355,24 +354,9 @@ def _chunk_length(k: Tensor, v: Tensor) -> int:
 
 
 def _block(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
+    return max(16, triton.next_power_of_2(size))
 
 
 def _precision(inputs: Tensor) -> str:
     exact = "ieee" if INTERPRETED.value else "tf32x3"
     return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(inputs.dtype, exact)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"q, k and v must have one dtype, not {q.dtype}, {k.dtype} and {v.dtype}; cast them alike.")
-    if q.dtype == torch.float64:
-        raise ValueError("The triton implementation of mesa has no float64; choose torch or reference.")
-    if not q.is_cuda and not INTERPRETED.value:
-        raise ValueError("The triton implementation of mesa needs tensors on a GPU; choose torch on a CPU.")
-    for name, size in (("D", q.shape[-1]), ("Dv", v.shape[-1])):
-        if size > LARGEST_HEAD or size % 16:
-            raise ValueError(
-                f"The triton implementation of mesa takes head sizes that are multiples of 16 up to {LARGEST_HEAD}, "
-                f"but {name} is {size}; choose torch."
-            )

@@ -46,13 +46,13 @@ def backward_inputs(
 ):  # fmt: skip
     """Gradients of k and v, COLUMNS columns of both, and a part of that of beta, for one chunk of one head."""
     chunk, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    tokens, valid, last = load_chunk(chunks, chunk, length, per_sequence, L)
+    tokens, valid = load_chunk(chunks, chunk, length, per_sequence, L)
     is_hard = tl.load(hard + chunk.to(tl.int64) * heads + head)
     for HARD in tl.static_range(2):
         if is_hard == HARD:
             _backward_inputs(
                 k, v, beta, summed, q_high, q_low, q_size, e_high, e_low, e_size, e, dH_high, dH_low, dH_scale,
-                dG_high, dG_low, dG_scale, dk, dv, dbeta_parts, chunk, head, block, tokens, valid, last, tokens_in_all,
+                dG_high, dG_low, dG_scale, dk, dv, dbeta_parts, chunk, head, block, tokens, valid, tokens_in_all,
                 heads, D, E, BLOCK_D, BLOCK_E, COLUMNS, L, HARD, PRECISION,
             )  # fmt: skip
 
@@ -60,7 +60,7 @@ def backward_inputs(
 @triton.jit
 def _backward_inputs(
     k, v, beta, summed, q_high, q_low, q_size, e_high, e_low, e_size, e, dH_high, dH_low, dH_scale,
-    dG_high, dG_low, dG_scale, dk, dv, dbeta_parts, chunk, head, block, tokens, valid, last, tokens_in_all, heads,
+    dG_high, dG_low, dG_scale, dk, dv, dbeta_parts, chunk, head, block, tokens, valid, tokens_in_all, heads,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, COLUMNS: tl.constexpr,
     L: tl.constexpr, HARD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,9 @@ def _backward_inputs(
     """
     columns, values = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     own = block * COLUMNS + tl.arange(0, COLUMNS)
-    gate, to_token, total = load_gates(beta, summed, tokens, valid, last, head, heads)
+    gate, to_token = load_gates(beta, summed, tokens, valid, head, heads)
+    last = tl.max(tl.where(valid, tokens, 0), 0)
+    total = tl.load(summed + last * heads + head)
     to_end = tl.exp(total - to_token)
     keys = load_rows(k, tokens, valid, head, heads, columns, D)
     seen = load_rows(v, tokens, valid, head, heads, values, E)
@@ -183,7 +185,7 @@ def backward_gates(
     what anyone saw of this chunk's tokens >= s, plus what readers after the chunk saw of it and all before.
     """
     chunk = tl.program_id(0)
-    tokens, valid, _ = load_chunk(chunks, chunk, length, per_sequence, L)
+    tokens, valid = load_chunk(chunks, chunk, length, per_sequence, L)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     inside = valid[:, None] & (head[None, :] < heads)
     offsets = tokens[:, None] * heads + head[None, :]

@@ -122,13 +122,13 @@ def solve_forward(
 ):  # fmt: skip
     """Solve for q* and read the output off."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    tokens, valid, last = load_chunk(chunks, chunk, length, per_sequence, L)
+    tokens, valid = load_chunk(chunks, chunk, length, per_sequence, L)
     is_hard = tl.load(hard + chunk.to(tl.int64) * heads + head)
     for HARD in tl.static_range(2):
         if is_hard == HARD:
             _solve_forward(
                 q, k, v, beta, summed, lam, H_high, H_low, H_scale, G_high, G_low, G_scale, q_high, q_low, q_size, o,
-                steps, residual, chunk, head, tokens, valid, last, heads, max_steps, tolerance,
+                steps, residual, chunk, head, tokens, valid, heads, max_steps, tolerance,
                 D, E, BLOCK_D, BLOCK_E, L, HARD, PRECISION,
             )  # fmt: skip
 
@@ -136,7 +136,7 @@ def solve_forward(
 @triton.jit
 def _solve_forward(
     q, k, v, beta, summed, lam, H_high, H_low, H_scale, G_high, G_low, G_scale, q_high, q_low, q_size, o,
-    steps, residual, chunk, head, tokens, valid, last, heads, max_steps, tolerance,
+    steps, residual, chunk, head, tokens, valid, heads, max_steps, tolerance,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     L: tl.constexpr, HARD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +144,7 @@ def _solve_forward(
     high, low = _load_H(H_high, H_low, chunk, head, heads, columns, D, HARD)
     keys = load_rows(k, tokens, valid, head, heads, columns, D)
     sides, norm = _unit_rows(load_rows(q, tokens, valid, head, heads, columns, D).to(tl.float32))
-    gate, to_token, _ = load_gates(beta, summed, tokens, valid, last, head, heads)
+    gate, to_token = load_gates(beta, summed, tokens, valid, head, heads)
     weight = decays_within(to_token, valid, gate, L)
     start = tl.exp(to_token)
     regular = tl.load(lam + head * D + columns, mask=columns < D, other=1.0)
@@ -199,13 +199,13 @@ def solve_backward(
 ):  # fmt: skip
     """Form the right-hand side G^T e and solve for e*."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    tokens, valid, last = load_chunk(chunks, chunk, length, per_sequence, L)
+    tokens, valid = load_chunk(chunks, chunk, length, per_sequence, L)
     is_hard = tl.load(hard + chunk.to(tl.int64) * heads + head)
     for HARD in tl.static_range(2):
         if is_hard == HARD:
             _solve_backward(
                 e, k, v, beta, summed, lam, H_high, H_low, H_scale, G_high, G_low, G_scale, q_high, q_low, q_size,
-                e_high, e_low, e_size, dq, row_sums, dlam, largest, chunk, head, tokens, valid, last, heads, max_steps,
+                e_high, e_low, e_size, dq, row_sums, dlam, largest, chunk, head, tokens, valid, heads, max_steps,
                 tolerance, D, E, BLOCK_D, BLOCK_E, L, HARD, PRECISION,
             )  # fmt: skip
 
@@ -213,12 +213,12 @@ def solve_backward(
 @triton.jit
 def _solve_backward(
     e, k, v, beta, summed, lam, H_high, H_low, H_scale, G_high, G_low, G_scale, q_high, q_low, q_size,
-    e_high, e_low, e_size, dq, row_sums, dlam, largest, chunk, head, tokens, valid, last, heads, max_steps, tolerance,
+    e_high, e_low, e_size, dq, row_sums, dlam, largest, chunk, head, tokens, valid, heads, max_steps, tolerance,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     L: tl.constexpr, HARD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     columns, values = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-    gate, to_token, _ = load_gates(beta, summed, tokens, valid, last, head, heads)
+    gate, to_token = load_gates(beta, summed, tokens, valid, head, heads)
     weight = decays_within(to_token, valid, gate, L)
     start = tl.exp(to_token)
     keys = load_rows(k, tokens, valid, head, heads, columns, D)

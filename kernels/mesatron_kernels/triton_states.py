@@ -39,7 +39,7 @@ def prepare(
 ):  # fmt: skip
     """What the scans need of each chunk of one head."""
     chunk, head = tl.program_id(0), tl.program_id(1)
-    tokens, valid, _ = load_chunk(chunks, chunk, length, per_sequence, L)
+    tokens, valid = load_chunk(chunks, chunk, length, per_sequence, L)
     columns = tl.arange(0, BLOCK_D)
     offsets = tokens * heads + head
     gates = tl.maximum(tl.load(log_gamma + offsets, mask=valid, other=0.0), FORGETS_ALL)

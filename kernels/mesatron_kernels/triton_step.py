@@ -11,12 +11,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.interpreter import InterpretedFunction
 
+from mesatron_kernels.launch import check_inputs
 from mesatron_kernels.solver import WORST_START
 from mesatron_kernels.state import MesaOutput, MesaState
 
-LARGEST_HEAD = 128  # channels of a head at most
 # Elements of a state that one warp holds, 128 in the registers of each thread: fewer warps exchange less in a solve.
 WARP_ELEMENTS = 4096
 _WORST_START = tl.constexpr(WORST_START)
@@ -36,10 +35,10 @@ def mesa_step(
 ) -> MesaOutput:
     """Triton form of `mesatron_kernels.mesa_step`, where the arguments are described.
 
-    Raises ValueError for tensors off the GPU, float64, or heads that the kernel does not hold.
+    Raises ValueError for tensors off the GPU, float64, several dtypes, or heads that the kernel does not hold.
     """
     (B, heads, D), E = q.shape, v.shape[-1]
-    _check(q, D, E)
+    check_inputs("mesa_step", q, k, v)
     q, k, v = (x.contiguous() for x in (q, k, v))
     log_gamma, beta, lam, H, G = (x.float().contiguous() for x in (log_gamma, beta, lam, *state))
     new = MesaState(torch.empty_like(H), torch.empty_like(G))
@@ -53,19 +52,6 @@ def mesa_step(
         num_warps=max(1, BLOCK_D * max(BLOCK_D, BLOCK_E) // WARP_ELEMENTS),
     )  # fmt: skip
     return MesaOutput(o, new, steps, residual)
-
-
-def _check(q: Tensor, D: int, E: int) -> None:
-    if q.dtype == torch.float64:
-        raise ValueError("The triton implementation of mesa_step has no float64; choose torch or reference.")
-    if not q.is_cuda and not isinstance(step, InterpretedFunction):
-        raise ValueError("The triton implementation of mesa_step needs tensors on a GPU; choose torch on a CPU.")
-    for name, size in (("D", D), ("Dv", E)):
-        if size > LARGEST_HEAD or size % 16:
-            raise ValueError(
-                f"The triton implementation of mesa_step takes head sizes that are multiples of 16 up to "
-                f"{LARGEST_HEAD}, but {name} is {size}; choose torch."
-            )
 
 
 @triton.jit

@@ -89,10 +89,10 @@ def scaled_rows(a):
 
 @triton.jit
 def load_chunk(chunks, chunk, length, per_sequence, L: tl.constexpr):
-    """Tokens of a chunk (int64 [L]), which of them exist, and the last token.
+    """Tokens of a chunk (int64 [L]), and which of them exist.
 
-    `chunks` int32 [c, 2] gives the first token and the token after the last; without it
-    sequences have `length` tokens and `per_sequence` chunks each.
+    `chunks` int32 [c, 2] gives the first token and the token after the last; without it sequences have `length` tokens
+    and `per_sequence` chunks each.
     """
     if chunks is None:
         begin = (chunk // per_sequence).to(tl.int64) * length + (chunk % per_sequence) * L
@@ -101,16 +101,15 @@ def load_chunk(chunks, chunk, length, per_sequence, L: tl.constexpr):
         begin = tl.load(chunks + 2 * chunk).to(tl.int64)
         end = tl.load(chunks + 2 * chunk + 1).to(tl.int64)
     tokens = begin + tl.arange(0, L)
-    return tokens, tokens < end, tl.minimum(begin + L, end) - 1
+    return tokens, tokens < end
 
 
 @triton.jit
-def load_gates(beta, summed, tokens, valid, last, head, heads):
-    """beta [L], summed log gamma from the chunk's start to each token [L], and over the whole chunk."""
+def load_gates(beta, summed, tokens, valid, head, heads):
+    """beta [L], and log gamma summed from the chunk's start to each token [L]."""
     offsets = tokens * heads + head
     gate = tl.load(beta + offsets, mask=valid, other=0.0)
-    to_token = tl.load(summed + offsets, mask=valid, other=0.0)
-    return gate, to_token, tl.load(summed + last * heads + head)
+    return gate, tl.load(summed + offsets, mask=valid, other=0.0)
 
 
 @triton.jit

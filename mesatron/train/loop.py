@@ -283,9 +283,14 @@ class Trainer:
             self.progress.say(line)
 
     def _observe(self) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """What the mixers saw, of every layer in the first process that holds it; complete in the first process."""
+        """What the mixers saw, of every layer in the first process that holds it; complete in the first process.
+
+        Scalars, and tensors to show as histograms, which are empty in steps that show none.
+        """
         leads = self.layout.tensor.rank == 0 and self.layout.copies.rank == 0
         scalars, distributions = self.engine.observed() if leads else ({}, {})
+        if not self._due(self.config.monitor.histogram_every_steps):
+            distributions = {}
         if self.layout.pipeline.size > 1:
             for other_scalars, others in self.world.gather(
                 (scalars, {tag: x.cpu() for tag, x in distributions.items()})
@@ -314,9 +319,8 @@ class Trainer:
         }
         scalars |= {f"time/{phase}_seconds": total / steps for phase, total in phases.items()}
         self.monitor.scalars(self.step, scalars | observed)
-        if self._due(self.config.monitor.histogram_every_steps):
-            for tag, values in distributions.items():
-                self.monitor.histogram(self.step, tag, values)
+        for tag, values in distributions.items():
+            self.monitor.histogram(self.step, tag, values)
         data_share = phases["data"] / seconds
         self.progress.update(Reading(self.step, loss, lr, grad_norm, tokens_per_second, data_share))
         self.logged_step, self.seconds_since_log = self.step, 0.0

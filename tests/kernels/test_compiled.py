@@ -55,7 +55,7 @@ def test_tabulated_needs_are_those_of_a_fresh_compile(reports: list[dict]) -> No
     for report in reports:
         key = ({"bf16": 16, "tf32x3": 32}[report["precision"]], report["head_size"], report["chunk_length"])
         needs[key] = max(report["shared_bytes"], needs.get(key, 0))
-    assert needs == {(*key, length): need for key, lengths in SHARED_BYTES.items() for length, need in lengths.items()}
+    assert needs == {(*key, length): need for key, (length, need) in SHARED_BYTES.items()}
 
 
 @pytest.mark.parametrize("available", [CONSUMER_BYTES, *DEVICE_BYTES.values()])

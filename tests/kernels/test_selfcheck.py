@@ -174,5 +174,4 @@ def test_every_shipped_pair_passes_on_this_gpu() -> None:
     found = selfcheck(force=True)
     assert len(found.pairs) == 6
     assert found.passed, [pair.failure for pair in found.pairs]
-    assert sum(pair.seconds for pair in found.pairs) < 30
     assert selfcheck() == found

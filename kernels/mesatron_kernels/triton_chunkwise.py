@@ -24,7 +24,6 @@ from mesatron_kernels.triton_tiles import INTERPRETED
 # 2^-12, which the inverse enlarges by that ratio.
 HARDNESS = 16.0
 SHORTEST_PIECE = 1 if INTERPRETED.value else 8  # chunks
-COLUMNS = 64  # columns of dk and dv that one program forms
 BLOCK_HEADS = 16  # heads whose gates' gradients one program forms
 
 
@@ -139,12 +138,12 @@ def _(q, k, v, log_gamma, beta, lam, H_0, G_0, cu_seqlens, max_steps, tolerance)
 @custom_op("mesatron::mesa_backward", mutates_args=())
 def _backward(
     e: Tensor, dH_last: Tensor | None, dG_last: Tensor | None, k: Tensor, v: Tensor, log_gamma: Tensor, beta: Tensor,
-    lam: Tensor, H_0: Tensor | None, G_0: Tensor | None, cu_seqlens: Tensor | None, keys: Tensor, summed: Tensor,
-    norms: Tensor, largest: Tensor, q_high: Tensor, q_low: Tensor, q_size: Tensor, max_steps: int, tolerance: float,
+    lam: Tensor, H_0: Tensor | None, G_0: Tensor | None, cu_seqlens: Tensor | None, summed: Tensor, norms: Tensor,
+    largest: Tensor, q_high: Tensor, q_low: Tensor, q_size: Tensor, max_steps: int, tolerance: float,
 ) -> _Eight:  # fmt: skip
-    """Gradients of q, k, v, log_gamma, beta, lam and of both initial states."""
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, k, v))
-    e, k, v = e.contiguous(), keys if len(keys) else k.contiguous(), v.contiguous()
+    """Gradients of q, k, v, log_gamma, beta, lam and of both initial states; k is as the forward pass left it."""
+    e, k, v = e.contiguous(), k.contiguous(), v.contiguous()
+    dq = torch.empty_like(k, dtype=v.dtype)
     log_gamma, beta, lam = (x.float().contiguous() for x in (log_gamma, beta, lam))
     layout, shape, heads = _layout(k, v, cu_seqlens), _shape(k, v), k.shape[2]
     table, q_star = (layout.chunks, layout.length, layout.per_sequence), Solution(q_high, q_low, q_size)
@@ -157,13 +156,15 @@ def _backward(
     )  # fmt: skip
 
     def cotangents(forward: States, final: Tensor | None, last: Tensor, is_H: bool) -> tuple[States, Tensor, Tensor]:
-        states, before = States(*map(torch.empty_like, forward)), torch.empty_like(last)
-        across = torch.empty_like(forward.scale)
+        # The high terms of the forward states give their room to the cotangents.
+        states = States(forward.high, torch.empty_like(forward.low), torch.empty_like(forward.scale))
+        before, across = torch.empty_like(last), torch.empty_like(forward.scale)
+        state_rows = {"E": last.shape[-2], "BLOCK_E": _block(last.shape[-2], k)}
 
         def scan(final: Tensor | None, across: Tensor | None) -> None:
             triton_states.backward_states[(layout.scan_count, heads)](
-                e, *q_star, *e_star, summed, added[0 if is_H else 1], final, *states, before, *forward, last, hard,
-                across, *layout[1:5], heads, **_scan(k, v, is_H), num_stages=1,
+                e, *q_star, *e_star, summed, added[0 if is_H else 1], final, *states, before, *forward[1:], last, hard,
+                across, *layout[1:5], heads, IS_H=is_H, **_shape(k, v) | state_rows, **_wide(last.shape[-2]),
             )  # fmt: skip
 
         if layout.first_piece is None or decay is None:
@@ -178,16 +179,15 @@ def _backward(
     del H
     dG, dG_0, across_G = cotangents(G, None if dG_last is None else dG_last.float().contiguous(), G_last, False)
     del G
+    dk, dv = torch.empty_like(dq), torch.empty_like(v)  # not before the forward states have gone
     dlog_gamma, dbeta = torch.empty_like(beta), torch.empty_like(beta)
-    blocks, tokens = -(-max(k.shape[-1], v.shape[-1]) // COLUMNS), beta.numel() // heads
-    dbeta_parts = beta.new_empty(blocks, *beta.shape)
-    triton_gradients.backward_inputs[(layout.chunk_count, heads, blocks)](
-        k, v, beta, summed, *q_star, *e_star, e, *dH, *dG, hard, dk, dv, dbeta_parts,
-        *table, tokens, heads, COLUMNS=COLUMNS, **shape, num_warps=4, num_stages=1,
+    triton_gradients.backward_inputs[(layout.chunk_count, heads)](
+        k, v, beta, summed, *q_star, *e_star, e, *dH, *dG, hard, dk, dv, dbeta,
+        *table, heads, **shape, **_wide(max(k.shape[-1], v.shape[-1])),
     )  # fmt: skip
     triton_gradients.backward_gates[(layout.chunk_count, -(-heads // BLOCK_HEADS))](
-        log_gamma, beta, row_sums, dbeta_parts, across_H, across_G, dlog_gamma, dbeta, *table, tokens, heads,
-        BLOCKS=blocks, BLOCK_HEADS=BLOCK_HEADS, L=shape["L"], num_warps=4,
+        log_gamma, beta, row_sums, dbeta, across_H, across_G, dlog_gamma, *table, heads,
+        BLOCK_HEADS=BLOCK_HEADS, L=shape["L"], num_warps=4,
     )  # fmt: skip
     return dq, dk, dv, dlog_gamma, dbeta, dlam.sum(0), -0.5 * dH_0, dG_0
 
@@ -198,12 +198,13 @@ def _(e, dH, dG, k, v, log_gamma, beta, lam, H_0, G_0, cu_seqlens, *_):
     documents = B if cu_seqlens is None else len(cu_seqlens) - 1
     states = (beta.new_empty(documents, heads, size, D, dtype=torch.float32) for size in (D, E))
     gates = (x.new_empty(x.shape, dtype=torch.float32) for x in (beta, beta, lam))
-    return *(x.new_empty(x.shape) for x in (k, k, v)), *gates, *states
+    return *(v.new_empty(x.shape) for x in (k, k, v)), *gates, *states
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: _Twelve) -> None:
     _, k, v, log_gamma, beta, lam, H_0, G_0, cu_seqlens, ctx.max_steps, ctx.tolerance = inputs
-    ctx.save_for_backward(k, v, log_gamma, beta, lam, H_0, G_0, cu_seqlens, *output[5:])
+    keys, *rest = output[5:]
+    ctx.save_for_backward(keys if len(keys) else k, v, log_gamma, beta, lam, H_0, G_0, cu_seqlens, *rest)
     ctx.mark_non_differentiable(*output[3:])
     ctx.set_materialize_grads(False)
 
@@ -282,28 +283,30 @@ def _states(
     heads = k.shape[2]
     hard = torch.empty(layout.chunk_count, heads, dtype=torch.int32, device=k.device)
 
-    def sums(w: Tensor, initial: Tensor | None, is_H: bool) -> tuple[States, Tensor, Tensor | None]:
+    def empty(w: Tensor) -> tuple[States, Tensor]:
         high = k.new_empty(layout.chunk_count, heads, w.shape[-1], k.shape[-1], dtype=_state_type(k))
         states = States(high, _low_like(high), beta.new_empty(layout.chunk_count, heads))
-        final = beta.new_empty(layout.scan_count, heads, w.shape[-1], k.shape[-1])
+        return states, beta.new_empty(layout.scan_count, heads, w.shape[-1], k.shape[-1])
 
-        def scan(initial: Tensor | None, decay: Tensor | None) -> None:
-            triton_states.forward_states[(layout.scan_count, heads)](
-                k, w, beta, summed, norms, largest[0 if is_H else 1], lam, initial, *states, hard, final, decay,
-                *layout[1:5], heads, HARDNESS, **_scan(k, v, is_H), num_stages=1,
-            )  # fmt: skip
+    (H, H_last), (G, G_last) = empty(k), empty(v)
 
-        initial = None if initial is None else initial.float().contiguous()
-        if layout.first_piece is None:
-            scan(initial, None)
-            return states, final, None
-        decay = beta.new_empty(layout.scan_count, heads)
-        scan(None, decay)
-        scan(_entering(final, decay, initial, layout.first_piece, backward=False), None)
-        return states, final, decay
+    def scan(H_0: Tensor | None, G_0: Tensor | None, decay: Tensor | None) -> None:
+        triton_states.forward_states[(layout.scan_count, heads, 2)](
+            k, v, beta, summed, norms, *largest, lam, H_0, G_0, *H, *G, hard, H_last, G_last, decay, *layout[1:5],
+            heads, HARDNESS, **_shape(k, v), **_wide(max(k.shape[-1], v.shape[-1])),
+        )  # fmt: skip
 
-    H, H_last, decay = sums(k, H_0, True)
-    G, G_last, _ = sums(v, G_0, False)
+    H_0, G_0 = (None if x is None else x.float().contiguous() for x in (H_0, G_0))
+    if layout.first_piece is None:
+        scan(H_0, G_0, None)
+        return H, G, hard, H_last, G_last, None
+    decay = beta.new_empty(layout.scan_count, heads)
+    scan(None, None, decay)
+    H_0, G_0 = (
+        _entering(added, decay, initial, layout.first_piece, backward=False)
+        for added, initial in ((H_last, H_0), (G_last, G_0))
+    )
+    scan(H_0, G_0, None)
     return H, G, hard, H_last, G_last, decay
 
 
@@ -336,14 +339,13 @@ def _state_type(inputs: Tensor) -> torch.dtype:
 def _shape(k: Tensor, v: Tensor) -> dict[str, Any]:
     """Compile-time arguments of the kernels that take one chunk."""
     D, E = k.shape[-1], v.shape[-1]
-    sizes = {"D": D, "E": E, "BLOCK_D": _block(D), "BLOCK_E": _block(E)}
+    sizes = {"D": D, "E": E, "BLOCK_D": _block(D, k), "BLOCK_E": _block(E, k)}
     return sizes | {"L": _chunk_length(k, v), "PRECISION": _precision(v)}
 
 
-def _scan(k: Tensor, v: Tensor, is_H: bool) -> dict[str, Any]:
-    """Arguments of the kernels that go along a sequence: a state's rows are spread over groups of 4 warps."""
-    E = k.shape[-1] if is_H else v.shape[-1]
-    return _shape(k, v) | {"IS_H": is_H, "E": E, "BLOCK_E": _block(E), "num_warps": 8 if E > 64 else 4}
+def _wide(size: int) -> dict[str, int]:
+    """Launch arguments of kernels that hold states or rows of `size` columns: 64 a group of 4 warps."""
+    return {"num_warps": 8 if size > 64 else 4, "num_stages": 1}
 
 
 def _chunk_length(k: Tensor, v: Tensor) -> int:
@@ -353,8 +355,10 @@ def _chunk_length(k: Tensor, v: Tensor) -> int:
     return chunk_length(v.dtype, max(k.shape[-1], v.shape[-1]), shared_bytes(v.device))
 
 
-def _block(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))
+def _block(size: int, inputs: Tensor) -> int:
+    """Columns of a tile; in 16 bits at least 64, for Triton 3.6 on Hopper multiplies 64x32 by 32x16 wrongly."""
+    narrowest = 16 if INTERPRETED.value or inputs.dtype == torch.float32 else 64
+    return max(narrowest, triton.next_power_of_2(size))
 
 
 def _precision(inputs: Tensor) -> str:

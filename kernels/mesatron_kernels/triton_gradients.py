@@ -32,43 +32,40 @@ def backward_inputs(
     dG_high, dG_low, dG_scale,  # [c, heads, E, D]: cotangent of G after the chunk
     hard,  # [c, heads] int32
     dk, dv,  # [N, heads, D or E], written
-    dbeta_parts,  # [blocks, N, heads] float32, written: each block of columns' part
+    dbeta,  # [N, heads] float32, written
     chunks, length, per_sequence,  # see load_chunk
-    tokens_in_all,  # N
     heads,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    COLUMNS: tl.constexpr,
     L: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of k and v, COLUMNS columns of both, and a part of that of beta, for one chunk of one head."""
-    chunk, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Gradients of k, v and beta for one chunk of one head."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
     tokens, valid = load_chunk(chunks, chunk, length, per_sequence, L)
     is_hard = tl.load(hard + chunk.to(tl.int64) * heads + head)
     for HARD in tl.static_range(2):
         if is_hard == HARD:
             _backward_inputs(
                 k, v, beta, summed, q_high, q_low, q_size, e_high, e_low, e_size, e, dH_high, dH_low, dH_scale,
-                dG_high, dG_low, dG_scale, dk, dv, dbeta_parts, chunk, head, block, tokens, valid, tokens_in_all,
-                heads, D, E, BLOCK_D, BLOCK_E, COLUMNS, L, HARD, PRECISION,
+                dG_high, dG_low, dG_scale, dk, dv, dbeta, chunk, head, tokens, valid, heads,
+                D, E, BLOCK_D, BLOCK_E, L, HARD, PRECISION,
             )  # fmt: skip
 
 
 @triton.jit
 def _backward_inputs(
     k, v, beta, summed, q_high, q_low, q_size, e_high, e_low, e_size, e, dH_high, dH_low, dH_scale,
-    dG_high, dG_low, dG_scale, dk, dv, dbeta_parts, chunk, head, block, tokens, valid, tokens_in_all, heads,
-    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, COLUMNS: tl.constexpr,
-    L: tl.constexpr, HARD: tl.constexpr, PRECISION: tl.constexpr,
+    dG_high, dG_low, dG_scale, dk, dv, dbeta, chunk, head, tokens, valid, heads,
+    D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, L: tl.constexpr,
+    HARD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Matrices over (s, t) are formed in that order from the start: a transposed product is what Triton 3.4 to 3.7.0
     miscompile on Hopper.
     """
     columns, values = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-    own = block * COLUMNS + tl.arange(0, COLUMNS)
     gate, to_token = load_gates(beta, summed, tokens, valid, head, heads)
     last = tl.max(tl.where(valid, tokens, 0), 0)
     total = tl.load(summed + last * heads + head)
@@ -80,16 +77,15 @@ def _backward_inputs(
     index = chunk.to(tl.int64) * heads + head
     rows, power = scaled_rows(seen.to(tl.float32))
     rows, rest = two_terms(rows, PRECISION)
-    state = load_state(dG_high, chunk, head, heads, values, own, E, D)
-    dkeys = product(rows, rest, state, tl.zeros([L, COLUMNS], tl.float32), HARD, PRECISION)
+    state = load_state(dG_high, index, values, columns, E, D)
+    dkeys = product(rows, rest, state, tl.zeros([L, BLOCK_D], tl.float32), HARD, PRECISION)
     if HARD and (rows.dtype != tl.float32):
-        state = load_state(dG_low, chunk, head, heads, values, own, E, D)
+        state = load_state(dG_low, index, values, columns, E, D)
         dkeys = tile_product(rows, state, dkeys, PRECISION)
     dkeys *= (power * tl.load(dG_scale + index))[:, None]
-    curved = _by_rows(keys, dH_high, dH_low, chunk, head, heads, own, columns, D, D, COLUMNS, L, HARD, PRECISION)
+    curved = _by_rows(keys, dH_high, dH_low, index, columns, columns, D, D, HARD, PRECISION)
     curved *= tl.load(dH_scale + index)
-    own_keys = load_rows(k, tokens, valid, head, heads, own, D).to(tl.float32)
-    gate_gradient = tl.sum((dkeys - 0.5 * curved) * own_keys, 1) * to_end
+    gate_gradient = tl.sum((dkeys - 0.5 * curved) * keys.to(tl.float32), 1) * to_end
     dkeys = (dkeys - curved) * to_end[:, None]
 
     # What comes from within the chunk.
@@ -103,34 +99,29 @@ def _backward_inputs(
     later = (s[None, :] >= s[:, None]) & valid[:, None] & valid[None, :]
     decay = tl.where(later, tl.exp(tl.where(later, to_token[None, :] - to_token[:, None], 0.0)), 0.0)
     key_query *= decay * q_factor[None, :]
-    if block == 0:
-        gate_gradient += tl.sum(key_query * gain, 1)
-    tl.store(dbeta_parts + (block.to(tl.int64) * tokens_in_all + tokens) * heads + head, gate_gradient, mask=valid)
+    gate_gradient += tl.sum(key_query * gain, 1)
+    tl.store(dbeta + tokens * heads + head, gate_gradient, mask=valid)
     gain *= decay * q_factor[None, :]
-    dkeys += _of_solution(gain, q_high, q_low, tokens, valid, head, heads, own, D, COLUMNS, L, HARD, PRECISION)
+    dkeys += _of_solution(gain, q_high, q_low, tokens, valid, head, heads, columns, D, HARD, PRECISION)
     rows = key_query * e_factor[None, :]
-    dkeys -= _of_solution(rows, e_high, e_low, tokens, valid, head, heads, own, D, COLUMNS, L, HARD, PRECISION)
-    store_rows(dk, dkeys * gate[:, None], tokens, valid, head, heads, own, D)
+    dkeys -= _of_solution(rows, e_high, e_low, tokens, valid, head, heads, columns, D, HARD, PRECISION)
+    store_rows(dk, dkeys * gate[:, None], tokens, valid, head, heads, columns, D)
 
-    dvalues = _by_rows(
-        keys, dG_high, dG_low, chunk, head, heads, own, columns, E, D, COLUMNS, L, HARD, PRECISION
-    )  # fmt: skip
-    own_incoming = load_rows(e, tokens, valid, head, heads, own, E)
-    dvalues = input_product(key_query, own_incoming, dvalues * (to_end * tl.load(dG_scale + index))[:, None], PRECISION)
-    store_rows(dv, dvalues * gate[:, None], tokens, valid, head, heads, own, E)
+    dvalues = _by_rows(keys, dG_high, dG_low, index, values, columns, E, D, HARD, PRECISION)
+    dvalues = input_product(key_query, incoming, dvalues * (to_end * tl.load(dG_scale + index))[:, None], PRECISION)
+    store_rows(dv, dvalues * gate[:, None], tokens, valid, head, heads, values, E)
 
 
 @triton.jit
 def _by_rows(
-    keys, high, low, chunk, head, heads, own, columns,
-    HEIGHT: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, L: tl.constexpr, HARD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    keys, high, low, index, rows, columns,
+    HEIGHT: tl.constexpr, D: tl.constexpr, HARD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """k_s . row of a state, for every token and one tile of rows [L, COLUMNS], but for its scale."""
-    state = load_state(high, chunk, head, heads, own, columns, HEIGHT, D)
-    result = tile_product(keys, tl.trans(state), tl.zeros([L, COLUMNS], tl.float32), PRECISION)
+    """k_s . row of a state, for every token and row, but for the state's scale."""
+    state = load_state(high, index, rows, columns, HEIGHT, D)
+    result = tile_product(keys, tl.trans(state), tl.zeros([keys.shape[0], rows.shape[0]], tl.float32), PRECISION)
     if HARD and (keys.dtype != tl.float32):
-        state = load_state(low, chunk, head, heads, own, columns, HEIGHT, D)
+        state = load_state(low, index, rows, columns, HEIGHT, D)
         result = tile_product(keys, tl.trans(state), result, PRECISION)
     return result
 
@@ -151,16 +142,15 @@ def _by_solution(
 
 @triton.jit
 def _of_solution(
-    rows, high, low, tokens, valid, head, heads, own,
-    D: tl.constexpr, COLUMNS: tl.constexpr, L: tl.constexpr, HARD: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """sum_t rows [s, t] solution_t [L, COLUMNS], but for the solutions' sizes."""
+    rows, high, low, tokens, valid, head, heads, columns, D: tl.constexpr, HARD: tl.constexpr, PRECISION: tl.constexpr
+):
+    """sum_t rows [s, t] solution_t [L, D], but for the solutions' sizes."""
     rows, power = scaled_rows(rows)
     rows, rest = two_terms(rows, PRECISION)
-    x = load_rows(high, tokens, valid, head, heads, own, D)
-    result = product(rows, rest, x, tl.zeros([L, COLUMNS], tl.float32), HARD, PRECISION)
+    x = load_rows(high, tokens, valid, head, heads, columns, D)
+    result = product(rows, rest, x, tl.zeros(x.shape, tl.float32), HARD, PRECISION)
     if HARD and (x.dtype != tl.float32):
-        x = load_rows(low, tokens, valid, head, heads, own, D)
+        x = load_rows(low, tokens, valid, head, heads, columns, D)
         result = tile_product(rows, x, result, PRECISION)
     return result * power[:, None]
 
@@ -169,17 +159,15 @@ def _of_solution(
 def backward_gates(
     log_gamma, beta,  # [N, heads] float32
     row_sums,  # [N, heads] float32, by solve_backward
-    dbeta_parts,  # [BLOCKS, N, heads] float32
+    dbeta,  # [N, heads] float32, by backward_inputs
     across_H, across_G,  # [c, heads] float32: cotangents . states after the chunk
-    dlog_gamma, dbeta,  # [N, heads] float32, written
+    dlog_gamma,  # [N, heads] float32, written
     chunks, length, per_sequence,  # see load_chunk
-    tokens_in_all,  # N
     heads,
-    BLOCKS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     L: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of both gates for one chunk of all heads.
+    """The gradient of log_gamma for one chunk of BLOCK_HEADS heads.
 
     gamma_s scales every pair of a reader t >= s and a token before s: all that this chunk's readers t >= s saw, less
     what anyone saw of this chunk's tokens >= s, plus what readers after the chunk saw of it and all before.
@@ -189,17 +177,11 @@ def backward_gates(
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     inside = valid[:, None] & (head[None, :] < heads)
     offsets = tokens[:, None] * heads + head[None, :]
-    gradient = tl.zeros([L, BLOCK_HEADS], tl.float32)
-    one_part = tl.zeros([1], tl.int64) + tokens_in_all  # of 64 bits, also where the number of tokens is a constant
-    one_part *= heads
-    for block in tl.static_range(BLOCKS):
-        gradient += tl.load(dbeta_parts + block * one_part[:, None] + offsets, mask=inside, other=0.0)
-    tl.store(dbeta + offsets, gradient, mask=inside)
     index = chunk.to(tl.int64) * heads + head
     beyond = tl.load(across_G + index, mask=head < heads, other=0.0)
     beyond -= 0.5 * tl.load(across_H + index, mask=head < heads, other=0.0)
     sums = tl.load(row_sums + offsets, mask=inside, other=0.0)
-    sums -= gradient * tl.load(beta + offsets, mask=inside, other=0.0)
+    sums -= tl.load(dbeta + offsets, mask=inside, other=0.0) * tl.load(beta + offsets, mask=inside, other=0.0)
     later = tl.sum(sums, 0)[None, :] - tl.cumsum(sums, 0) + sums
     # What forgets all stays forgetting all: rounding must not look like a gradient there.
     moves = tl.load(log_gamma + offsets, mask=inside, other=0.0) > FORGETS_ALL

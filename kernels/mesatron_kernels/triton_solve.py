@@ -36,11 +36,11 @@ def _unit_rows(a):
 
 
 @triton.jit
-def _load_H(H_high, H_low, chunk, head, heads, columns, D: tl.constexpr, HARD: tl.constexpr):
+def _load_H(H_high, H_low, index, columns, D: tl.constexpr, HARD: tl.constexpr):
     """H before the chunk in both terms but for its scale; the low one if HARD, else the high one again."""
-    high = load_state(H_high, chunk, head, heads, columns, columns, D, D)
+    high = load_state(H_high, index, columns, columns, D, D)
     if HARD and (high.dtype != tl.float32):
-        return high, load_state(H_low, chunk, head, heads, columns, columns, D, D)
+        return high, load_state(H_low, index, columns, columns, D, D)
     else:
         return high, high
 
@@ -141,14 +141,15 @@ def _solve_forward(
     L: tl.constexpr, HARD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     columns, values = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
-    high, low = _load_H(H_high, H_low, chunk, head, heads, columns, D, HARD)
+    index = chunk.to(tl.int64) * heads + head
+    high, low = _load_H(H_high, H_low, index, columns, D, HARD)
     keys = load_rows(k, tokens, valid, head, heads, columns, D)
     sides, norm = _unit_rows(load_rows(q, tokens, valid, head, heads, columns, D).to(tl.float32))
     gate, to_token = load_gates(beta, summed, tokens, valid, head, heads)
     weight = decays_within(to_token, valid, gate, L)
     start = tl.exp(to_token)
     regular = tl.load(lam + head * D + columns, mask=columns < D, other=1.0)
-    scale = tl.load(H_scale + chunk.to(tl.int64) * heads + head)
+    scale = tl.load(H_scale + index)
     x, rr, taken = _conjugate_gradients(
         sides, high, low, scale, keys, weight, start, regular, max_steps, tolerance * tolerance, HARD, PRECISION
     )
@@ -159,12 +160,12 @@ def _solve_forward(
     )
     power *= norm
     y = tl.zeros([L, BLOCK_E], tl.float32)
-    state = load_state(G_high, chunk, head, heads, values, columns, E, D)
+    state = load_state(G_high, index, values, columns, E, D)
     y = product(x, rest, tl.trans(state), y, HARD, PRECISION)
     if HARD and (x.dtype != tl.float32):
-        state = load_state(G_low, chunk, head, heads, values, columns, E, D)
+        state = load_state(G_low, index, values, columns, E, D)
         y = tile_product(x, tl.trans(state), y, PRECISION)
-    y *= (tl.load(G_scale + chunk.to(tl.int64) * heads + head) * start * power)[:, None]
+    y *= (tl.load(G_scale + index) * start * power)[:, None]
     scores = product(x, rest, tl.trans(keys), tl.zeros([L, L], tl.float32), HARD, PRECISION)
     scores *= weight * power[:, None]
     seen = load_rows(v, tokens, valid, head, heads, values, E)
@@ -232,10 +233,10 @@ def _solve_backward(
     power *= tl.load(G_scale + index) * start
     size = tl.maximum(power, power_above(tl.max(tl.abs(scores), 1)))
     rows, rest = two_terms(rows, PRECISION)
-    state = load_state(G_high, chunk, head, heads, values, columns, E, D)
+    state = load_state(G_high, index, values, columns, E, D)
     sides = product(rows, rest, state, tl.zeros([L, BLOCK_D], tl.float32), HARD, PRECISION)
     if HARD and (rows.dtype != tl.float32):
-        state = load_state(G_low, chunk, head, heads, values, columns, E, D)
+        state = load_state(G_low, index, values, columns, E, D)
         sides = tile_product(rows, state, sides, PRECISION)
     sides *= (power / size)[:, None]
     scores, rest = two_terms(scores * (1.0 / size)[:, None], PRECISION)
@@ -243,7 +244,7 @@ def _solve_backward(
     sides, norm = _unit_rows(sides)
     norm *= size
 
-    high, low = _load_H(H_high, H_low, chunk, head, heads, columns, D, HARD)
+    high, low = _load_H(H_high, H_low, index, columns, D, HARD)
     regular = tl.load(lam + head * D + columns, mask=columns < D, other=1.0)
     scale, enough = tl.load(H_scale + index), tolerance * tolerance
     x, _, _ = _conjugate_gradients(

@@ -10,9 +10,12 @@ from mesatron_kernels.triton_tiles import (
     is_half,
     load_chunk,
     load_rows,
+    load_state,
     power_above,
     product,
-    state_offsets,
+    ratio,
+    state_base,
+    state_places,
     store_rows,
     store_state,
     tile_product,
@@ -85,31 +88,38 @@ def _bounds(sequences, first_chunk, sequence, length, per_sequence):
 
 
 @triton.jit
+def _norm(state):
+    """Frobenius norm."""
+    return tl.sqrt(tl.sum(tl.sum(state * state, 1), 0))
+
+
+@triton.jit
 def _unit(largest, bound):
     """The unit in which a chunk is added to a state: in it rows of the chunk fit float16 and the state float32."""
     return power_above(tl.maximum(largest, bound * 1e-6))
 
 
 @triton.jit
-def _tightened(bound, state, is_hard):
+def _tightened(bound, state, unit, is_hard):
     """The largest entry of the state if its low term will count, for none of its bits to be lost; else `bound`."""
     if is_hard:
-        bound = tl.max(tl.max(tl.abs(state), 1), 0)
+        bound = tl.max(tl.max(tl.abs(state), 1), 0) * unit
     return bound
 
 
 @triton.jit
 def forward_states(
     k,  # [N, heads, D] float16 or float32
-    w,  # [N, heads, E]: k for the state H, v for the state G
+    v,  # [N, heads, E]
     beta, summed,  # [N, heads] float32
     norms,  # [c, heads, 2] float32, by `prepare`
-    largest,  # [c, heads] float32, by `prepare`: largest entry of beta w
+    largest_k, largest_v,  # [c, heads] float32, by `prepare`: largest entries of beta k and beta v
     lam,  # [heads, D] float32
-    initial,  # [sequences, heads, E, D] float32, or None
-    high, low, scale,  # [c, heads, E, D] and [c, heads], written by store_state
-    hard,  # [c, heads] int32: whether the chunk is hard; written if IS_H, else read
-    final,  # [sequences, heads, E, D] float32, written
+    initial_H, initial_G,  # [sequences, heads, D or E, D] float32, or None
+    H_high, H_low, H_scale,  # [c, heads, D, D] and [c, heads], written by store_state: H before each chunk
+    G_high, G_low, G_scale,  # [c, heads, E, D] and [c, heads], likewise
+    hard,  # [c, heads] int32, written: whether the chunk is hard
+    final_H, final_G,  # [sequences, heads, D or E, D] float32, written
     decay,  # None; or [sequences, heads] float32, the decay over a sequence: then only it and `final` are written
     sequences,  # [sequences + 1] int32: bounds of sequences, or None: all of `length` tokens
     first_chunk,  # [sequences + 1] int32, or None
@@ -117,7 +127,6 @@ def forward_states(
     per_sequence,
     heads,
     hardness,
-    IS_H: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -125,55 +134,107 @@ def forward_states(
     L: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Decayed sums of beta w k^T before every chunk and after the last, for one head of one sequence."""
+    """Decayed sums of beta k k^T and beta v k^T before every chunk and after the last, for one head of one sequence.
+
+    H and G are two programs, which share a multiprocessor: neither fills it.
+    """
+    if tl.program_id(2) == 0:
+        _forward_states(
+            k, k, beta, summed, norms, largest_k, lam, initial_H, initial_H, H_high, H_low, H_scale, hard, final_H,
+            decay, sequences, first_chunk, length, per_sequence, heads, hardness, True, D, D, BLOCK_D, BLOCK_D, L,
+            PRECISION,
+        )  # fmt: skip
+    else:
+        _forward_states(
+            k, v, beta, summed, norms, largest_v, lam, initial_G, initial_H, G_high, G_low, G_scale, hard, final_G,
+            decay, sequences, first_chunk, length, per_sequence, heads, hardness, False, D, E, BLOCK_D, BLOCK_E, L,
+            PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _forward_states(
+    k, w, beta, summed, norms, largest, lam, initial, initial_H, high, low, scale, hard, final, decay, sequences,
+    first_chunk, length, per_sequence, heads, hardness, IS_H: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The state is kept as `unit` times what `state` holds, so that neither a chunk's rows nor the state overflow."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     rows, columns = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D)
     begin, end, first, count = _bounds(sequences, first_chunk, sequence, length, per_sequence)
-    state = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
-    bound = 0.0  # on every entry of the state; for H, on its norm
-    whole, inside = state_offsets(sequence, head, heads, rows, columns, E, D)
+    place, inside = state_places(rows, columns, E, D)
+    whole = state_base(sequence.to(tl.int64) * heads + head, E, D)
+    state, unit = tl.zeros([BLOCK_E, BLOCK_D], tl.float32), 1.0
+    norm, bound = 0.0, 0.0  # of the norm of H, and of every entry of the state
     if initial is not None:
-        state = tl.load(initial + whole, mask=inside, other=0.0)
-        bound = tl.sqrt(tl.sum(tl.sum(state * state, 1), 0))
-    if IS_H:
-        limit = hardness * tl.min(tl.load(lam + head * D + columns, mask=columns < D, other=float("inf")), 0)
+        norm = _norm(load_state(initial_H, sequence.to(tl.int64) * heads + head, columns, columns, D, D))
+        state = tl.load(initial + whole + place, mask=inside, other=0.0)
+        bound = _norm(state)
+    limit = hardness * tl.min(tl.load(lam + head * D + columns, mask=columns < D, other=float("inf")), 0)
+    # H alone says which chunks are hard; where the same sums, rounded otherwise, could say so, G has its low terms.
+    if not IS_H:
+        limit *= 0.999
     kept = 1.0
-    gate, total, keys, values = _load_pairs(k, w, beta, summed, begin, end, 0, head, heads, rows, columns, D, E, L)
+    gate, total, keys, values, added, overlap, decayed = _load_pairs(
+        k, w, beta, summed, norms, largest, begin, end, first, count, 0, head, heads, rows, columns, IS_H, D, E, L
+    )
     for ahead in range(count):
         # The next chunk is on its way while this one is worked on.
-        next_gate, next_total, next_keys, next_values = _load_pairs(
-            k, w, beta, summed, begin, end, ahead + 1, head, heads, rows, columns, D, E, L
+        next_gate, next_total, next_keys, next_values, next_added, next_overlap, next_decayed = _load_pairs(
+            k,
+            w,
+            beta,
+            summed,
+            norms,
+            largest,
+            begin,
+            end,
+            first,
+            count,
+            ahead + 1,
+            head,
+            heads,
+            rows,
+            columns,
+            IS_H,
+            D,
+            E,
+            L,
         )
-        index = (first + ahead).to(tl.int64) * heads + head
-        added = tl.load(largest + index)
-        if IS_H:
-            is_hard = bound + tl.load(norms + 2 * index) > limit
-            if decay is None:
-                tl.store(hard + index, is_hard.to(tl.int32))
-        else:
-            is_hard = tl.load(hard + index) != 0
-            bound = _tightened(bound, state, is_hard)
         if decay is None:
-            offsets, _ = state_offsets(first + ahead, head, heads, rows, columns, E, D)
-            store_state(high, low, scale, state, power_above(bound), offsets, inside, index, is_hard, PRECISION)
-        unit = _unit(added, bound)
-        bound = bound * total + (tl.load(norms + 2 * index + 1) if IS_H else L * added)
+            index = (first + ahead).to(tl.int64) * heads + head
+            is_hard = norm + overlap > limit
+            if IS_H:
+                tl.store(hard + index, is_hard.to(tl.int32))
+            else:
+                bound = _tightened(bound, state, unit, is_hard)
+            power = power_above(bound)
+            state, unit = state * ratio(unit, power), power
+            store_state(high, low, scale, state, unit, place, inside, index, is_hard, E, D, PRECISION)
+        new_unit = _unit(added, bound)
+        norm = norm * total + decayed
+        if IS_H:
+            bound = norm
+        else:
+            bound = bound * total + L * added
         kept *= total
-        left, rest = two_terms(values.to(tl.float32) * (gate * (1.0 / unit))[:, None], PRECISION)
-        state = product(tl.trans(left), tl.trans(rest), keys, state * (total / unit), True, PRECISION) * unit
+        left, rest = two_terms(values.to(tl.float32) * (gate * (1.0 / new_unit))[:, None], PRECISION)
+        state *= total * ratio(unit, new_unit)
+        state, unit = product(tl.trans(left), tl.trans(rest), keys, state, True, PRECISION), new_unit
         gate, total, keys, values = next_gate, next_total, next_keys, next_values
-    tl.store(final + whole, state, mask=inside)
-    if decay is not None:
+        added, overlap, decayed = next_added, next_overlap, next_decayed
+    tl.store(final + whole + place, state * unit, mask=inside)
+    if IS_H and (decay is not None):
         tl.store(decay + sequence * heads + head, kept)
 
 
 @triton.jit
 def _load_pairs(
-    k, w, beta, summed, begin, end, ahead, head, heads, rows, columns,
-    D: tl.constexpr, E: tl.constexpr, L: tl.constexpr,
+    k, w, beta, summed, norms, largest, begin, end, first, count, ahead, head, heads, rows, columns,
+    IS_H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a sequence, empty past its end: beta decayed to the chunk's end, the decay over the chunk, and rows
-    of k and w.
+    """One chunk of a sequence, empty past its end: beta decayed to the chunk's end, the decay over the chunk, rows of k
+    and w, and the chunk's largest entry and two norms (see `prepare`).
     """
     tokens = begin + ahead * L + tl.arange(0, L)
     valid = tokens < end
@@ -183,8 +244,12 @@ def _load_pairs(
     gate = tl.load(beta + offsets, mask=valid, other=0.0)
     gate *= tl.exp(total - tl.load(summed + offsets, mask=valid, other=0.0))
     keys = load_rows(k, tokens, valid, head, heads, columns, D)
-    values = load_rows(w, tokens, valid, head, heads, rows, E)
-    return gate, tl.exp(total), keys, values
+    values = keys if IS_H else load_rows(w, tokens, valid, head, heads, rows, E)
+    index, exists = (first + ahead).to(tl.int64) * heads + head, ahead < count
+    added = tl.load(largest + index, mask=exists, other=0.0)
+    whole = tl.load(norms + 2 * index, mask=exists, other=0.0)
+    decayed = tl.load(norms + 2 * index + 1, mask=exists, other=0.0)
+    return gate, tl.exp(total), keys, values, added, whole, decayed
 
 
 @triton.jit
@@ -195,9 +260,10 @@ def backward_states(
     summed,  # [N, heads] float32
     largest,  # [c, heads] float32: largest entry of what is added, but for decays
     final,  # [sequences, heads, E, D] float32: cotangent after the last chunk, or None
-    high, low, scale,  # [c, heads, E, D] and [c, heads], written by store_state: cotangent after each chunk
+    high,  # [c, heads, E, D]: the forward state before each chunk, overwritten by the cotangent after it
+    low, scale,  # likewise [c, heads, E, D] and [c, heads], written by store_state
     initial,  # [sequences, heads, E, D] float32, written: cotangent before the first chunk
-    S_high, S_low, S_scale,  # the forward state before each chunk
+    S_low, S_scale,  # of the forward states
     S_final,  # [sequences, heads, E, D] float32: the forward state after the last chunk
     hard,  # [c, heads] int32
     across,  # [c, heads] float32, written: cotangent . forward state after each chunk; None: only `initial` is written
@@ -215,39 +281,43 @@ def backward_states(
     sequence, head = tl.program_id(0), tl.program_id(1)
     rows, columns = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D)
     begin, end, first, count = _bounds(sequences, first_chunk, sequence, length, per_sequence)
-    state = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
+    place, inside = state_places(rows, columns, E, D)
+    whole = state_base(sequence.to(tl.int64) * heads + head, E, D)
+    state, unit = tl.zeros([BLOCK_E, BLOCK_D], tl.float32), 1.0
     bound = 0.0  # on every entry of the state
-    whole, inside = state_offsets(sequence, head, heads, rows, columns, E, D)
     if final is not None:
-        state = tl.load(final + whole, mask=inside, other=0.0)
+        state = tl.load(final + whole + place, mask=inside, other=0.0)
         bound = tl.max(tl.max(tl.abs(state), 1), 0)
     if across is not None:
-        overlap = tl.sum(tl.sum(state * tl.load(S_final + whole, mask=inside, other=0.0), 1), 0)
+        overlap = tl.sum(tl.sum(state * tl.load(S_final + whole + place, mask=inside, other=0.0), 1), 0)
         tl.store(across + (first + count - 1).to(tl.int64) * heads + head, overlap, mask=count > 0)
     right_rows = e_high if IS_H else e
-    factor, total, solved, other = _load_solved(
-        right_rows, q_high, q_size, e_size, summed, begin, end, count - 1, head, heads, rows, columns, IS_H, D, E, L
-    )
+    factor, total, solved, other, added, is_hard = _load_solved(
+        right_rows, q_high, q_size, e_size, summed, largest, hard, begin, end, first, count - 1, head, heads, rows,
+        columns, IS_H, D, E, L,
+    )  # fmt: skip
     for back in range(count):
         ahead = count - 1 - back
-        next_factor, next_total, next_solved, next_other = _load_solved(
-            right_rows, q_high, q_size, e_size, summed, begin, end, ahead - 1, head, heads, rows, columns, IS_H, D, E,
-            L,
+        next_factor, next_total, next_solved, next_other, next_added, next_is_hard = _load_solved(
+            right_rows, q_high, q_size, e_size, summed, largest, hard, begin, end, first, ahead - 1, head, heads, rows,
+            columns, IS_H, D, E, L,
         )  # fmt: skip
         index = (first + ahead).to(tl.int64) * heads + head
-        is_hard = tl.load(hard + index) != 0
-        offsets, _ = state_offsets(first + ahead, head, heads, rows, columns, E, D)
-        bound = _tightened(bound, state, is_hard)
+        base = state_base(index, E, D)
+        bound = _tightened(bound, state, unit, is_hard)
         if across is not None:
-            forward = tl.load(S_high + offsets, mask=inside, other=0.0)
-            store_state(high, low, scale, state, power_above(bound), offsets, inside, index, is_hard, PRECISION)
-        added = tl.load(largest + index)
-        unit = _unit(added, bound)
+            forward = tl.load(high + base + place, mask=inside, other=0.0)
+            S_unit = tl.load(S_scale + index)
+            tl.debug_barrier()  # what one thread overwrites another one may still read
+            power = power_above(bound)
+            state, unit = state * ratio(unit, power), power
+            store_state(high, low, scale, state, unit, place, inside, index, is_hard, E, D, PRECISION)
+        new_unit = _unit(added, bound)
         bound = bound * total + (2 if IS_H else 1) * L * added
-        factor *= 1.0 / unit
-        state *= total / unit
+        factor *= 1.0 / new_unit
+        state *= total * ratio(unit, new_unit)
         left, _ = two_terms(other.to(tl.float32) * factor[:, None], PRECISION)
-        state = tile_product(tl.trans(left), solved, state, PRECISION)
+        state, unit = tile_product(tl.trans(left), solved, state, PRECISION), new_unit
         if IS_H:
             left, _ = two_terms(solved.to(tl.float32) * factor[:, None], PRECISION)
             state = tile_product(tl.trans(left), other, state, PRECISION)
@@ -258,26 +328,25 @@ def backward_states(
                     state, solved, other, factor, q_low, e_low, tokens, tokens < end, head, heads, columns,
                     IS_H, D, PRECISION,
                 )  # fmt: skip
-        state *= unit
         if across is not None:
             overlap = tl.sum(tl.sum(state * forward.to(tl.float32), 1), 0)
             if is_half(PRECISION):
                 if is_hard:
-                    low_term = tl.load(S_low + offsets, mask=inside, other=0.0).to(tl.float32)
+                    low_term = tl.load(S_low + base + place, mask=inside, other=0.0).to(tl.float32)
                     overlap += tl.sum(tl.sum(state * low_term, 1), 0)
-            overlap *= tl.load(S_scale + index)
-            tl.store(across + index - heads, overlap, mask=ahead > 0)
+            tl.store(across + index - heads, overlap * unit * S_unit, mask=ahead > 0)
         factor, total, solved, other = next_factor, next_total, next_solved, next_other
-    tl.store(initial + whole, state, mask=inside)
+        added, is_hard = next_added, next_is_hard
+    tl.store(initial + whole + place, state * unit, mask=inside)
 
 
 @triton.jit
 def _load_solved(
-    right_rows, q_high, q_size, e_size, summed, begin, end, ahead, head, heads, rows, columns,
+    right_rows, q_high, q_size, e_size, summed, largest, hard, begin, end, first, ahead, head, heads, rows, columns,
     IS_H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a sequence, empty before its start: sizes times decays from the chunk's start, the decay over the
-    chunk, rows of q*, and of e* or e.
+    chunk, rows of q*, and of e* or e, the chunk's largest entry, and whether it is hard.
     """
     tokens = begin + ahead * L + tl.arange(0, L)
     valid = (tokens < end) & (ahead >= 0)
@@ -289,7 +358,10 @@ def _load_solved(
         factor *= tl.load(e_size + offsets, mask=valid, other=0.0)
     solved = load_rows(q_high, tokens, valid, head, heads, columns, D)
     other = load_rows(right_rows, tokens, valid, head, heads, rows, E)
-    return factor, tl.exp(tl.load(summed + last * heads + head)), solved, other
+    index = (first + ahead).to(tl.int64) * heads + head
+    added = tl.load(largest + index, mask=ahead >= 0, other=0.0)
+    is_hard = tl.load(hard + index, mask=ahead >= 0, other=0) != 0
+    return factor, tl.exp(tl.load(summed + last * heads + head)), solved, other, added, is_hard
 
 
 @triton.jit

@@ -149,29 +149,44 @@ def store_solution(
 
 
 @triton.jit
-def state_offsets(slot, head, heads, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Offsets and mask of a block of a state [slots, heads, HEIGHT, WIDTH]."""
-    base = (slot.to(tl.int64) * heads + head) * HEIGHT * WIDTH
-    inside = (rows[:, None] < HEIGHT) & (columns[None, :] < WIDTH)
-    return base + rows[:, None] * WIDTH + columns[None, :], inside
+def ratio(power, other):
+    """power / other of two powers of two; so large a one that it is not finite stands for what has been lost."""
+    return tl.minimum(power / other, 1e38)
 
 
 @triton.jit
-def load_state(term, slot, head, heads, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+def state_base(index, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Where a state of [slots, heads, HEIGHT, WIDTH] begins; `index` is slot * heads + head, int64."""
+    return index * (HEIGHT * WIDTH)
+
+
+@triton.jit
+def state_places(rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Offsets of a block within a state, and which of its entries exist."""
+    return rows[:, None] * WIDTH + columns[None, :], (rows[:, None] < HEIGHT) & (columns[None, :] < WIDTH)
+
+
+@triton.jit
+def load_state(term, index, rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """A block of one term of a state, still to be multiplied by its scale."""
-    offsets, inside = state_offsets(slot, head, heads, rows, columns, HEIGHT, WIDTH)
-    return tl.load(term + offsets, mask=inside, other=0.0)
+    place, inside = state_places(rows, columns, HEIGHT, WIDTH)
+    return tl.load(term + state_base(index, HEIGHT, WIDTH) + place, mask=inside, other=0.0)
 
 
 @triton.jit
-def store_state(high, low, scale, state, power, offsets, inside, index, hard, PRECISION: tl.constexpr):
-    """Store a state of entries up to `power`: in two terms, the low one if the chunk is hard, and their scale."""
-    first, second = two_terms(state * (1.0 / power), PRECISION)
-    tl.store(high + offsets, first, mask=inside)
+def store_state(
+    high, low, scale, state, unit, place, inside, index, hard,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store `state` in two terms, the low one if the chunk is hard, and `unit`, their scale."""
+    base = state_base(index, HEIGHT, WIDTH)
+    first, _ = two_terms(state, PRECISION)
+    tl.store(high + base + place, first, mask=inside)
     if is_half(PRECISION):
         if hard:
-            tl.store(low + offsets, second, mask=inside)
-    tl.store(scale + index, power)
+            _, second = two_terms(state, PRECISION)
+            tl.store(low + base + place, second, mask=inside)
+    tl.store(scale + index, unit)
 
 
 @triton.jit

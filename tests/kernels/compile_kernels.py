@@ -25,17 +25,16 @@ from triton.compiler import ASTSource
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 # Sequences of one length, from an empty state.
 CONSTANTS = dict.fromkeys(("chunks", "sequences", "first_chunk"))
-CONSTANTS |= {"COLUMNS": 64, "BLOCKS": 2, "BLOCK_HEADS": 16}
+CONSTANTS |= {"BLOCK_HEADS": 16}
 # Name, kernel, constants, num_warps for heads up to 64 and beyond, num_stages: as triton_chunkwise launches them.
 CASES = [
     ("prepare", states.prepare, {}, (8, 8), 3),
-    ("forward_states H", states.forward_states, {"IS_H": True, "initial": None, "decay": None}, (4, 8), 1),
-    ("forward_states G", states.forward_states, {"IS_H": False, "initial": None, "decay": None}, (4, 8), 1),
+    ("forward_states", states.forward_states, {"initial_H": None, "initial_G": None, "decay": None}, (4, 8), 1),
     ("solve_forward", solve.solve_forward, {}, (4, 4), 1),
     ("solve_backward", solve.solve_backward, {}, (4, 4), 1),
     ("backward_states H", states.backward_states, {"IS_H": True, "final": None}, (4, 8), 1),
     ("backward_states G", states.backward_states, {"IS_H": False, "final": None}, (4, 8), 1),
-    ("backward_inputs", gradients.backward_inputs, {}, (4, 4), 1),
+    ("backward_inputs", gradients.backward_inputs, {}, (4, 8), 1),
     ("combine", states.combine, {"BACKWARD": False, "BLOCK": 1024}, (4, 4), 3),
     ("backward_gates", gradients.backward_gates, {}, (4, 4), 3),
 ]
@@ -56,7 +55,7 @@ def argument_types(precision: str) -> dict[str, str]:
     types |= {f"{name}_{term}": terms for name in ("q", "e", "H", "G", "dH", "dG", "S") for term in ("high", "low")}
     types |= dict.fromkeys(("k", "keys", "high", "low"), terms)
     types |= dict.fromkeys(("hard", "steps", "first_piece"), "*i32")
-    types |= dict.fromkeys(("length", "per_sequence", "heads", "max_steps", "tokens_in_all", "size"), "i32")
+    types |= dict.fromkeys(("length", "per_sequence", "heads", "max_steps", "size"), "i32")
     return types | dict.fromkeys(("tolerance", "hardness"), "fp32")
 
 

@@ -178,6 +178,11 @@ def test_16_bit_inputs(dtype, head, options, scale):
     check(make_inputs(shape, dtype=dtype, **options), scale=scale, residual=1e-5, tolerance=5e-3)
 
 
+@pytest.mark.parametrize("sizes", [(16, 16), (16, 32), (32, 16), (48, 80), (112, 96), (64, 128), (128, 64)], ids=str)
+def test_16_bit_heads_of_any_size(sizes):
+    check(make_inputs((1, 150, 1, *sizes), dtype=torch.bfloat16), residual=1e-5, tolerance=5e-3)
+
+
 def test_16_bit_inputs_where_only_some_chunks_are_hard():
     """Documents with states of their own, the first too large for one 16-bit term, values from 1e-4 to 1e4."""
     inputs = make_inputs((1, 200, 1, 32, 16), sequences=3, dtype=torch.bfloat16)

@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -141,6 +141,9 @@ def prove(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for data, runs and logs.")],
     processes: Annotated[int, typer.Option(min=2, help="Largest number of processes to use.")] = 4,
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each run.")] = 20,
+    precision: Annotated[
+        Literal["fp32", "bf16"], typer.Option(help="fp32: all within 2e-5; bf16: losses within 1 %.")
+    ] = "fp32",
 ) -> None:
     """Train a tiny model in every layout that fits, and compare each with one process."""
     from mesatron.prove.layouts import CASES
@@ -152,7 +155,7 @@ def prove(
     except FileExistsError:
         raise ConfigError(f"{folder} exists; name a folder that is to be made.") from None
     fitting = [case for case in CASES if case.processes <= processes]
-    _leave(0 if table(Prover(fork_server(), folder, steps), fitting, typer.echo) else 1)
+    _leave(0 if table(Prover(fork_server(), folder, steps, precision), fitting, typer.echo) else 1)
 
 
 @app.command()

@@ -19,6 +19,7 @@ class Case:
     documents: bool = False
     recompute: str = "none"
     offload: bool = False
+    micro_batch: int = 1
 
     @property
     def processes(self) -> int:
@@ -33,6 +34,7 @@ class Case:
             parts[0] += "+SP"
         parts = [" x ".join(parts) or "one process", f"ZeRO-{self.zero_stage}"]
         parts += ["offload"] * self.offload + [f"{self.recompute} recompute"] * (self.recompute != "none")
+        parts += [f"micro-batches of {self.micro_batch}"] * (self.micro_batch > 1)
         return ", ".join(parts + ["documents"] * self.documents)
 
     @property
@@ -47,6 +49,7 @@ class Case:
             f"parallel.zero_stage={self.zero_stage}",
             f"parallel.offload_optimizer={str(self.offload).lower()}",
             f"train.activation_checkpointing={self.recompute}",
+            f"train.micro_batch_size={self.micro_batch}",
             f"data.reset_state_at_documents={str(self.documents).lower()}",
         ]
 
@@ -78,9 +81,16 @@ CASES = [
     Case(context=2, data=2, zero_stage=2),
     Case(context=2, data=2, zero_stage=3, documents=True),
     *(Case(data=4, zero_stage=stage) for stage in (0, 1, 2, 3)),
+    *(Case(data=2, zero_stage=stage) for stage in (0, 1, 2, 3)),
     Case(data=3),
     *(Case(data=2, zero_stage=stage, offload=True, recompute="selective") for stage in (1, 2, 3)),
     Case(tensor=2, data=2, zero_stage=3, sequence_parallel=True, recompute="full", offload=True),
     Case(context=2, pipeline=2, recompute="full", documents=True),
     Case(tensor=2, context=2, sequence_parallel=True, recompute="selective"),
+    Case(tensor=2, sequence_parallel=True, micro_batch=3, documents=True),
+    Case(context=2, micro_batch=3, documents=True),
+    Case(pipeline=2, micro_batch=3, documents=True),
+    Case(data=2, zero_stage=3, micro_batch=3),
+    Case(tensor=2, context=2, sequence_parallel=True, micro_batch=2),
+    Case(context=2, pipeline=2, micro_batch=2),
 ]

@@ -248,6 +248,13 @@ class EvaluateConfig(Section):
     """Sequences per forward pass of one process."""
 
 
+class LaunchConfig(Section):
+    """How a run is started on a cluster, stopped there and started again."""
+
+    stop_signal: Literal["USR1", "USR2", "TERM", "HUP"] = "USR1"
+    """Signal by which the cluster asks a run to save and end; TERM is always heard too."""
+
+
 class Config(Section):
     """One run."""
 
@@ -263,6 +270,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    launch: LaunchConfig = LaunchConfig()
 
     @property
     def run_folder(self) -> Path:

@@ -21,7 +21,7 @@ from mesatron.monitor.attempts import Attempt
 FREE_KEYS = (
     "name", "runs_folder", "data.input_folder", "data.folder", "data.workers", "data.timeout_seconds",
     "train.micro_batch_size", "train.activation_checkpointing", "train.loss_chunk_tokens", "train.max_skipped_steps",
-    "tokenizer.", "parallel.", "checkpoint.", "monitor.", "evaluate.", "model.implementation",
+    "tokenizer.", "parallel.", "checkpoint.", "monitor.", "evaluate.", "launch.", "model.implementation",
     "model.mesa.implementation",
     "model.mesa.chunk_size",
 )  # fmt: skip

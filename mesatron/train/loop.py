@@ -41,6 +41,7 @@ from mesatron.parallel.engine import build_engine
 from mesatron.parallel.layout import lay_out
 from mesatron.train.data import open_data
 from mesatron.train.environment import describe_environment
+from mesatron.train.nonfinite import dump_first_bad_layer
 from mesatron.train.run import ResumePoint, Run
 from mesatron.train.schedule import learning_rate
 from mesatron.train.snapshot import StartState, save
@@ -155,7 +156,7 @@ class Trainer:
                     self._save()
             if self.ending is FencedError:
                 fenced = self.run.stop.error(FencedError, self.step, self.config)
-                self.run.decide(self.step, str(fenced))
+                self._decide(str(fenced))
                 raise self.world.raised_by_all(fenced)
             if self.ending and self.step > self.saved_step:
                 self._save()
@@ -181,7 +182,7 @@ class Trainer:
         self.data_state = self.stream.state_dict()
         self.tokens_seen += self.config.tokens_per_step
         self.seconds_since_log += time.perf_counter() - begin
-        self._count_skipped(result.applied)
+        self._count_skipped(result.applied, micro_batches, targets)
         if self._due(self.config.monitor.log_every_steps):
             (global_loss_sum,) = self.layout.sum(float(loss_sum))
             observed = self._observe()
@@ -189,15 +190,18 @@ class Trainer:
                 self._log(global_loss_sum / targets, lr, result.grad_norm, checksum, *observed)
         return True
 
-    def _count_skipped(self, applied: bool) -> None:
+    def _count_skipped(self, applied: bool, micro_batches: list[Batch], targets: float) -> None:
         if applied:
             self.skipped_in_a_row = 0
             return
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
-        self._say(
-            f"step {self.step}: the gradient is not finite, so the update is skipped ({self.skipped_steps} so far)"
-        )
+        what = f"the gradient is not finite, so the update is skipped ({self.skipped_steps} so far)"
+        if self.config.train.dump_nonfinite and self.skipped_in_a_row == 1:
+            what += "; " + dump_first_bad_layer(
+                self.engine, self.layout, self.config, micro_batches, targets, self.step, self.watchdog.tick
+            )
+        self._decide(what)
         if self.skipped_in_a_row >= self.config.train.max_skipped_steps:
             diverged = NonFiniteError(
                 f"The last {self.skipped_in_a_row} gradients up to step {self.step} were not finite; "
@@ -304,6 +308,11 @@ class Trainer:
     def _say(self, text: str) -> None:
         if self.world.is_first:
             self.progress.say(text)
+
+    def _decide(self, what: str) -> None:
+        """Say and log what the run has decided by itself."""
+        self._say(f"step {self.step}: {what}")
+        self.run.decide(self.step, what)
 
     def _announce(self) -> None:
         """What this attempt does, before the first step."""

@@ -22,7 +22,7 @@ from mesatron.train.stop import StopFlag
 FREE_KEYS = (
     "name", "runs_folder", "data.input_folder", "data.folder", "data.workers", "data.timeout_seconds",
     "train.micro_batch_size", "train.activation_checkpointing", "train.loss_chunk_tokens", "train.max_skipped_steps",
-    "train.watchdog_seconds",
+    "train.watchdog_seconds", "train.dump_nonfinite",
     "tokenizer.", "parallel.", "checkpoint.", "monitor.", "evaluate.", "launch.", "model.implementation",
     "model.mesa.implementation",
     "model.mesa.chunk_size",

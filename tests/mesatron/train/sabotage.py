@@ -1,6 +1,8 @@
 """Run the train verb with one thing going wrong: `python sabotage.py FAULT=VALUE train CONFIG...`.
 
 inf=3,4     the last process's gradient is not finite in these steps
+weight=3    a weight of block 1 is so large before step 3 that the block's output overflows
+gradient=3  from step 3 on the gradient that leaves the mixer of block 1 is not finite
 kill=7      the process kills itself in step 7, after its first backward pass of it
 still=7     step 7 changes nothing, so that what is saved after it is what was restored
 memory=N    N bytes more than at the start of the rehearsal is all the memory there is
@@ -23,6 +25,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 import mesatron
 from mesatron.parallel.distributed import World
 from mesatron.parallel.zero import ZeroEngine
@@ -42,12 +46,34 @@ def send_signals(world: World) -> None:
             os.kill(os.getpid(), number)
 
 
+def spoil_gradient(_: object, arguments: tuple) -> tuple | None:
+    x = arguments[0]
+    return (SpoiltGradient.apply(x), *arguments[1:]) if torch.is_grad_enabled() else None
+
+
+class SpoiltGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("inf")
+
+
 def sabotaged_step(trainer: Trainer) -> bool:
     now["step"] = trainer.step + 1
     if fault == "wait" and now["step"] in steps and trainer.world.is_first:
         sys.stdin.readline()
     if fault == "request" and now["step"] in steps and trainer.world.is_first:
         (trainer.config.run_folder / REQUEST_FILE).write_text('{"reason": "enough", "code": 75}')
+    if fault == "weight" and now["step"] in steps:
+        weights = dict(trainer.engine.gather("weight"))
+        for name in weights.keys() & {"blocks.1.mlp.down.weight"}:
+            weights[name].fill_(3e38)
+        trainer.engine.restore(lambda _, name: weights[name], ("weight",))
+    if fault == "gradient" and now["step"] in steps and 1 in trainer.engine.blocks():
+        trainer.engine.blocks()[1].mixer.register_forward_pre_hook(spoil_gradient)
     if fault == "still" and now["step"] in steps:
         trainer.step += 1
         trainer.data_state = trainer.stream.state_dict()

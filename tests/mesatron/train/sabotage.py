@@ -11,9 +11,11 @@ signal=7    the last process sends itself SIGUSR1, SIGTERM and SIGUSR1 while it 
 wait=7      the first process waits for a line on its standard input before step 7
 hang=7      the last process waits for something that never comes while it works on step 7
 slow=N      each batch takes N tenths of a second longer, the rehearsal 5 N and each tensor saved or restored N / 10
+garbage=40,41  the tokens of these global batches, counted from 0, are those that are rare elsewhere
 request=7   a file that asks to stop appears in the run folder in step 7
 """
 
+import dataclasses
 import os
 import re
 import resource
@@ -26,6 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from mesatron_data.batch import Batch
+from mesatron_data.stream import TrainStream
 
 import mesatron
 from mesatron.parallel.distributed import World
@@ -37,6 +41,7 @@ fault, value = sys.argv[1].split("=")
 steps = [int(number) for number in value.split(",") if number.isdigit()]
 now = {"step": 0}
 train_step, rehearse = Trainer._train_step, Trainer._rehearse
+read = TrainStream._read
 backward, set_lr = ZeroEngine.backward, ZeroEngine._set_lr
 
 
@@ -44,6 +49,15 @@ def send_signals(world: World) -> None:
     if world.rank == world.size - 1:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
             os.kill(os.getpid(), number)
+
+
+def read_garbage(stream: TrainStream, number: int) -> Batch:
+    batch = read(stream, number)
+    if number not in steps:
+        return batch
+    size = stream.manifest.vocabulary_size
+    swapped = [torch.where(x > 1, size + 1 - x, x) for x in (batch.tokens, batch.targets)]
+    return dataclasses.replace(batch, tokens=swapped[0], targets=swapped[1])
 
 
 def spoil_gradient(_: object, arguments: tuple) -> tuple | None:
@@ -130,6 +144,8 @@ def with_signals(moment: Callable) -> Callable:
 
 Trainer._train_step, Trainer._rehearse = sabotaged_step, sabotaged_rehearsal
 ZeroEngine.backward, ZeroEngine._set_lr = sabotaged_backward, sabotaged_set_lr
+if fault == "garbage":
+    TrainStream._read = read_garbage
 if fault == "slow":
     ZeroEngine.losses, ZeroEngine._part = slowly(ZeroEngine.losses, 1), slowly(ZeroEngine._part, 0.1)
 if fault == "signal" and not steps:

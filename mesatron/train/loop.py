@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import signal
 import sys
@@ -35,6 +36,7 @@ from mesatron.kernel_choice import choose_kernels, with_kernels
 from mesatron.metrics import perplexity
 from mesatron.model import fused
 from mesatron.monitor.progress import Progress, Reading
+from mesatron.monitor.stragglers import Stragglers
 from mesatron.monitor.writer import Monitor
 from mesatron.parallel import distributed
 from mesatron.parallel.distributed import World
@@ -118,6 +120,7 @@ class Trainer:
         self.accumulation_steps = world.from_first(lambda: accumulation_steps(config, data_size))
         self.layout = lay_out(config, world)
         self.manifest: Manifest = world.from_first(lambda: open_data(config))
+        self.stragglers = Stragglers(config.monitor.straggler_ratio, world.gather(os.uname().nodename))
         self.timer = PhaseTimer(world.device, lambda phase: watchdog.begin(f"in {phase} of step {self.step + 1}"))
         self.step = start.step
         self.ending: type[MesatronError] | None = None
@@ -226,10 +229,18 @@ class Trainer:
         self.seconds_since_log += time.perf_counter() - begin
         self._count_skipped(result.applied, micro_batches, targets)
         if self._due(self.config.monitor.log_every_steps):
-            (global_loss_sum,) = self.layout.sum(self.own_loss_sum)
+            phases = self.timer.read()
+            own_seconds = [0.0] * self.world.size
+            own_seconds[self.world.rank] = phases["data"] + phases["forward"]
+            global_loss_sum, *seconds = self.layout.sum(self.own_loss_sum, from_all=own_seconds)
             observed = self._observe()
             if self.world.is_first:
-                self._log(global_loss_sum / targets, lr, result.grad_norm, checksum, *observed)
+                lag, slow = self.stragglers.note(seconds)
+                self._log(
+                    global_loss_sum / targets, lr, result.grad_norm, checksum, phases, lag | observed[0], observed[1]
+                )
+                for line in slow:
+                    self._say(f"step {self.step}: {line}")
         return True
 
     def _count_skipped(self, applied: bool, micro_batches: list[Batch], targets: float) -> None:
@@ -394,13 +405,12 @@ class Trainer:
         return scalars, distributions
 
     def _log(
-        self, loss: float, lr: float, grad_norm: float, checksum: float,
+        self, loss: float, lr: float, grad_norm: float, checksum: float, phases: dict[str, float],
         observed: dict[str, float], distributions: dict[str, Tensor],
     ) -> None:  # fmt: skip
         """The step's figures, to TensorBoard, metrics.jsonl and the terminal."""
         seconds, steps = self.seconds_since_log, self.step - self.logged_step
         tokens_per_second = steps * self.config.tokens_per_step / seconds
-        phases = self.timer.read()
         scalars = {
             "train/loss": loss,
             "train/perplexity": perplexity(loss),

@@ -35,7 +35,7 @@ from mesatron.evaluate.perplexity import measure
 from mesatron.kernel_choice import choose_kernels, with_kernels
 from mesatron.metrics import perplexity
 from mesatron.model import fused
-from mesatron.monitor.progress import Progress, Reading
+from mesatron.monitor.progress import Log, Progress, Reading
 from mesatron.monitor.stragglers import Stragglers
 from mesatron.monitor.writer import Monitor
 from mesatron.parallel import distributed
@@ -76,7 +76,7 @@ def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow
         if start.step < config.train.steps:
             Trainer(config, world, run, watchdog, start, environment, allow_changes).train(stop_at_step)
         elif world.is_first:
-            print(f"{config.run_folder} is complete: step {start.step} of {config.train.steps} is saved.")
+            Log().print(f"{config.run_folder} is complete: step {start.step} of {config.train.steps} is saved.")
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal and a launcher may both have sent it
@@ -161,19 +161,24 @@ class Trainer:
                 self._announce()
             self._check_probe(origin.state.get("probe_loss"))
             self.ending = agreed(self.world.sum(*self.run.stop.votes()))
+            self.run.ready(self.step, origin.state.get("seconds", {}))
             if self.step == 0 and not self.ending:
                 self._validate()
             while self.step < last_step and self._train_step():
                 if self._due(self.config.evaluate.every_steps):
                     self._validate()
                 if self._due(self.config.checkpoint.every_steps) or self.step == last_step:
-                    self._save()
+                    with self.run.ledger.during("checkpoint"):
+                        self._save()
             if self.ending is FencedError:
                 fenced = self.run.stop.error(FencedError, self.step, self.config)
                 self._decide(str(fenced))
                 raise self.world.raised_by_all(fenced)
             if self.ending and self.step > self.saved_step:
-                self._save()
+                with self.run.ledger.during("checkpoint"):
+                    self._save()
+            if self.world.is_first and self.spike is None:
+                self._say(f"time       {self.run.goodput().describe()}")
 
     def _restore_counts(self, state: dict[str, Any]) -> None:
         """Put in place what is neither tensors nor data of a checkpoint's state, which is empty for a fresh start."""
@@ -205,7 +210,7 @@ class Trainer:
     def _train_step(self) -> bool:
         """One optimizer step on one global batch; False if all have agreed to end before it, or to go back."""
         begin = time.perf_counter()
-        with self.timer.phase("data"):
+        with self.timer.phase("data"), self.run.ledger.during("data"):
             batch = self._next_batch()
         micro_batches = [self.layout.piece(part) for part in batch.split(self.config.train.micro_batch_size)]
         own_targets = float(sum((part.targets != IGNORED_TARGET).sum() for part in micro_batches))
@@ -265,7 +270,7 @@ class Trainer:
     def _validate(self) -> None:
         """Perplexity of the current weights on held-out text, in all processes together."""
         self.watchdog.begin(f"validating after step {self.step}")
-        with self.engine.evaluating():
+        with self.engine.evaluating(), self.run.ledger.during("validation"):
             result = measure(self._watched_losses, iter(self.validation), self.manifest, self.layout)
         if self.world.is_first:
             by_source = {f"validation/loss_by_source/{name}": loss for name, loss in result.loss_by_source.items()}
@@ -312,6 +317,7 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "seconds": self.run.ledger.read(),
             "recent_losses": self.detector.recent,
             "data": self.data_state,
             "tokenizer_sha256": self.manifest.tokenizer_sha256,

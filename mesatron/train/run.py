@@ -97,7 +97,12 @@ class Run:
         self.attempt = Attempt(
             self.folder / "attempts.jsonl", step or None, last_metrics(self.folder / "metrics.jsonl")
         )
-        notes += self.stop.watch_folder(self.attempt)
+        for info in unreadable:
+            self.attempt.decide(step, f"went on without {info.path}: {info.reason.rstrip('.')}")
+        removed = self.stop.watch_folder(self.attempt)
+        for decision in removed:
+            self.attempt.decide(step, decision)
+        notes += removed
         notes += [f"Attempt {number} ended without a word: it was killed." for number in self.attempt.killed]
         identifier = f"attempt-{self.attempt.number:04d}"
         remove_leftovers(checkpoints, identifier)

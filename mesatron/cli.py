@@ -90,13 +90,17 @@ def train(
     if processes and processes > 1:
         accumulation_steps(config, data_parallel_size(config, processes))
         from mesatron.launch import launch_local
+        from mesatron.train.stop import stop_signals
 
         options = [f"--stop-at-step={stop_at_step}"] if stop_at_step else []
         options += ["--allow-changes"] if allow_changes else []
-        _leave(launch_local(processes, ["train", str(file), *(overrides or []), *options]))
+        _leave(launch_local(processes, ["train", str(file), *(overrides or []), *options], stop_signals(config)))
+    from mesatron.train.stop import StopFlag
+
+    stop = StopFlag(config)  # before the seconds that importing torch takes
     from mesatron.train.loop import train
 
-    train(config, stop_at_step, allow_changes)
+    train(config, stop, stop_at_step, allow_changes)
 
 
 @app.command()
@@ -173,10 +177,23 @@ def summary(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run 
         ("tokens seen", f"{result.tokens_seen:,}"),
         ("validation perplexity", f"{figure(result.first_perplexity)} untrained, {figure(result.last_perplexity)} now"),
         ("tokens per second", f"{result.tokens_per_second:,.0f} (median)"),
+        ("time", result.goodput.describe() if result.goodput else "not measured"),
         ("checkpoint", str(result.checkpoint or "none")),
         ("TensorBoard", str(result.tensorboard)),
         ("to look at it", f"{Path(sys.executable).with_name('tensorboard')} --logdir {result.tensorboard}"),
     ])  # fmt: skip
+
+
+@app.command()
+def replay(file: Annotated[Path, typer.Argument(metavar="FILE", help="A file in nonfinite/ of a run.")]) -> None:
+    """Compute a layer that gave non-finite numbers again, and show where they begin."""
+    from mesatron.replay import replay
+
+    about, readings = replay(file)
+    typer.echo(", ".join(f"{key} {value}" for key, value in about.items()))
+    rows = [("tensor", "shape", "not finite", "largest")]
+    rows += [(x.name, " x ".join(map(str, x.shape)), str(x.not_finite), f"{x.largest:.3g}") for x in readings]
+    _table(rows)
 
 
 @config_app.command("check")

@@ -34,6 +34,12 @@ class NonFiniteError(MesatronError):
     exit_code = 5
 
 
+class LossSpikeError(MesatronError):
+    """The loss has risen again after the run went back as often as it may."""
+
+    exit_code = 5
+
+
 class MemoryExhaustedError(MesatronError):
     """The model and batch do not fit into the device's memory."""
 
@@ -57,6 +63,24 @@ class StoppedEarly(MesatronError):
     """The run was asked to end before its last step; its checkpoint is saved and the same command continues it."""
 
     exit_code = 75
+
+
+class PreemptedError(MesatronError):
+    """The cluster asked the run to end; its checkpoint is saved and the same job, started again, continues it."""
+
+    exit_code = 76
+
+
+class HungError(MesatronError):
+    """No step or phase has come to its end within `train.watchdog_seconds`."""
+
+    exit_code = 77
+
+
+class FencedError(MesatronError):
+    """A newer attempt has taken over the run folder, into which this one must not write any more."""
+
+    exit_code = 78
 
 
 REPORTED = (MesatronError, DataError)

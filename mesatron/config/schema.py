@@ -186,6 +186,17 @@ class TrainConfig(Section):
     """So many non-finite gradients in a row end the run."""
     seed: NonNegativeInt = 0
     """Decides initial weights and data order."""
+    watchdog_seconds: NonNegativeFloat = 300.0
+    """A run in which nothing moves for so long ends with exit code 77, within a third of it more; 0 lets it hang."""
+    dump_nonfinite: bool = True
+    """After a skipped step, the first in a row, write the inputs of the layer where non-finite numbers began to a file
+    in `nonfinite/`, for `mesatron replay`."""
+    spike_sigma: NonNegativeFloat = 0.0
+    """A loss so many standard deviations above the trend of those before is a spike; 0 looks for none, 6 is usual."""
+    spike_steps: PositiveInt = 3
+    """A spike of so many steps sends the run back to a checkpoint before it, to go on without the spike's batches."""
+    max_rewinds: NonNegativeInt = 2
+    """So often a run goes back; one more spike ends it."""
 
     @property
     def decay_steps(self) -> int:
@@ -235,6 +246,8 @@ class MonitorConfig(Section):
     """Steps between scalar points."""
     histogram_every_steps: PositiveInt = 100
     """Steps between gate and Lambda histograms."""
+    straggler_ratio: NonNegativeFloat = 1.5
+    """A process whose data and forward pass take so many times the median's is named; 0 names none."""
 
 
 class EvaluateConfig(Section):
@@ -246,6 +259,13 @@ class EvaluateConfig(Section):
     """Validation sequences used during training; 0 takes all."""
     micro_batch_size: PositiveInt = 8
     """Sequences per forward pass of one process."""
+
+
+class LaunchConfig(Section):
+    """How a run is started on a cluster, stopped there and started again."""
+
+    stop_signal: Literal["USR1", "USR2", "TERM", "HUP"] = "USR1"
+    """Signal by which the cluster asks a run to save and end; TERM is always heard too."""
 
 
 class Config(Section):
@@ -263,6 +283,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    launch: LaunchConfig = LaunchConfig()
 
     @property
     def run_folder(self) -> Path:

@@ -61,6 +61,8 @@ class ZeroEngine:
         self.config, self.layout, self.device = config, layout, layout.world.device
         self.accumulation_steps = accumulation_steps
         self.stage = config.parallel.zero_stage
+        self.alive: Callable[[], None] = lambda: None
+        """Called for every tensor that is gathered or restored."""
         self.seams = SharedSeams(config, layout)
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         model, unit = self._build()
@@ -97,9 +99,22 @@ class ZeroEngine:
 
     def losses(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
         """`Backbone.forward` of tensors on the host; documents are told apart if the config says so."""
+        return self.engine(*self._model_inputs(tokens, targets, cu_seqlens))
+
+    def bare_losses(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """`losses` whose backward passes DeepSpeed does not take for a part of a step."""
+        autocast = self.config.train.precision == "bf16" and self.stage == 0
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
+            return self.engine.module(*self._model_inputs(tokens, targets, cu_seqlens))
+
+    def _model_inputs(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> tuple[Tensor | int | None, ...]:
         documents = cu_seqlens.to(self.device) if self.config.data.reset_state_at_documents else None
         chunk_tokens = self.config.train.loss_chunk_tokens
-        return self.engine(tokens.to(self.device), targets.to(self.device), documents, chunk_tokens)
+        return tokens.to(self.device), targets.to(self.device), documents, chunk_tokens
+
+    def blocks(self) -> dict[int, nn.Module]:
+        """The blocks that this process computes, by number."""
+        return dict(enumerate(self.engine.module.blocks))
 
     def observed(self) -> tuple[dict[str, float], dict[str, Tensor]]:
         """What this process's mixers saw in the last forward pass, see `Backbone.observed`."""
@@ -168,6 +183,7 @@ class ZeroEngine:
     def gather(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Name and whole fp32 tensor of one of KINDS for every parameter; every process must go through all of it."""
         for name, parameter in self.parameters.items():
+            self.alive()
             yield name, self.shares[name].join(self._part(parameter, kind))
 
     @torch.no_grad()
@@ -179,6 +195,7 @@ class ZeroEngine:
         """
         self._link_moments()
         for name, parameter in self.parameters.items():
+            self.alive()
             for kind in kinds:
                 self._write(parameter, kind, self.shares[name].cut(source(kind, name)).to(self.device))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import signal
 import sys
 import time
+from collections import deque
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,7 +23,9 @@ from mesatron.config import Config, accumulation_steps, data_parallel_size, dump
 from mesatron.errors import (
     REPORTED,
     CheckpointError,
+    FencedError,
     MemoryExhaustedError,
+    MesatronError,
     NonFiniteError,
     PeerLostError,
     StoppedEarly,
@@ -31,7 +35,8 @@ from mesatron.evaluate.perplexity import measure
 from mesatron.kernel_choice import choose_kernels, with_kernels
 from mesatron.metrics import perplexity
 from mesatron.model import fused
-from mesatron.monitor.progress import Progress, Reading
+from mesatron.monitor.progress import Log, Progress, Reading
+from mesatron.monitor.stragglers import Stragglers
 from mesatron.monitor.writer import Monitor
 from mesatron.parallel import distributed
 from mesatron.parallel.distributed import World
@@ -39,31 +44,39 @@ from mesatron.parallel.engine import build_engine
 from mesatron.parallel.layout import lay_out
 from mesatron.train.data import open_data
 from mesatron.train.environment import describe_environment
+from mesatron.train.nonfinite import dump_first_bad_layer
 from mesatron.train.run import ResumePoint, Run
 from mesatron.train.schedule import learning_rate
 from mesatron.train.snapshot import StartState, save
+from mesatron.train.spikes import Rewind, SpikeDetector
+from mesatron.train.stop import StopFlag, agreed
 from mesatron.train.timing import PhaseTimer
+from mesatron.train.watchdog import Watchdog
 
 
-def train(config: Config, stop_at_step: int | None = None, allow_changes: bool = False) -> None:
+def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow_changes: bool = False) -> None:
     """Train the run that `config` describes, from its newest checkpoint on if it has one, to its last step.
 
-    Runs in every process. `stop_at_step` saves there and raises StoppedEarly; faults are raised as mesatron.errors has
-    them. In every case attempts.jsonl says how the attempt ended.
+    Runs in every process. Once any of them has been asked to stop, all save the same step and raise StoppedEarly or
+    PreemptedError; `stop_at_step` saves there and raises StoppedEarly. Faults are raised as mesatron.errors has them.
+    In every case attempts.jsonl says how the attempt ended.
     """
     world = distributed.start()
-    run = Run(config)
+    run = Run(config, stop)
+    watchdog: Watchdog | None = None
     reason, exit_code, together = "finished", 0, True
     try:
         environment = world.from_first(lambda: describe_environment(world))
         start = world.from_first(lambda: run.open(environment, allow_changes))
         run.check_shared()
+        stacks = config.run_folder / "stacks" / f"{start.attempt}-rank-{world.rank}.txt"
+        watchdog = Watchdog(config.train.watchdog_seconds, stacks, run.close)
         if stop_at_step and start.step >= stop_at_step and start.step < config.train.steps:
             raise world.raised_by_all(_stopped(start.step, config))
         if start.step < config.train.steps:
-            Trainer(config, world, start, environment, allow_changes).run(stop_at_step)
+            Trainer(config, world, run, watchdog, start, environment, allow_changes).train(stop_at_step)
         elif world.is_first:
-            print(f"{config.run_folder} is complete: step {start.step} of {config.train.steps} is saved.")
+            Log().print(f"{config.run_folder} is complete: step {start.step} of {config.train.steps} is saved.")
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal and a launcher may both have sent it
@@ -79,8 +92,12 @@ def train(config: Config, stop_at_step: int | None = None, allow_changes: bool =
         if together:  # else no further collective: the others may be gone
             world.barrier()  # whoever leaves first ends the others, who may still be writing
             distributed.stop()
+        if watchdog:
+            watchdog.close()
 
 
+START_SECONDS = 1800.0
+"""The watchdog waits at least so long for what verifies shards or compiles kernels."""
 PROBE_SEQUENCES = 8
 PROBE_TOLERANCES = {"fp32": 1e-4, "bf16": 2e-3}
 """Largest relative change of the probe's loss between saving and resuming: rounding of another layout."""
@@ -90,82 +107,159 @@ class Trainer:
     """One attempt at a run, in one of its processes."""
 
     def __init__(
-        self, config: Config, world: World, start: ResumePoint, environment: dict[str, Any], allow_changes: bool
-    ) -> None:
+        self, config: Config, world: World, run: Run, watchdog: Watchdog, start: ResumePoint,
+        environment: dict[str, Any], allow_changes: bool,
+    ) -> None:  # fmt: skip
         self.texts = {"config.yaml": dump_config(config), "environment.json": json.dumps(environment, indent=1) + "\n"}
         self.kernels = world.from_first(lambda: choose_kernels(config, world.device))
         self.config = with_kernels(config, self.kernels.implementation)
-        self.world, self.start, self.allow_changes = world, start, allow_changes
+        self.world, self.run, self.watchdog, self.start = world, run, watchdog, start
+        self.allow_changes = allow_changes
+        watchdog.begin("checking data and kernels", START_SECONDS)
         data_size = world.from_first(lambda: data_parallel_size(config, world.size))
         self.accumulation_steps = world.from_first(lambda: accumulation_steps(config, data_size))
         self.layout = lay_out(config, world)
         self.manifest: Manifest = world.from_first(lambda: open_data(config))
-        self.timer = PhaseTimer(world.device)
+        self.stragglers = Stragglers(config.monitor.straggler_ratio, world.gather(os.uname().nodename))
+        self.timer = PhaseTimer(world.device, lambda phase: watchdog.begin(f"in {phase} of step {self.step + 1}"))
         self.step = start.step
-        self.tokens_seen = self.skipped_steps = self.skipped_in_a_row = 0
-        self.logged_step, self.seconds_since_log = start.step, 0.0
+        self.ending: type[MesatronError] | None = None
+        self.spike: int | None = None  # the first step of one that the run has to go back from
+        # Step, number of the global batch and its sequences, as far as a spike may reach back.
+        self.history: deque[tuple[int, int, list[int]]] = deque(maxlen=config.train.spike_steps + 1)
 
-    def run(self, stop_at_step: int | None) -> None:
+    def train(self, stop_at_step: int | None) -> None:
         """Train from the resume point to `stop_at_step` or the last step."""
         last_step = min(self.config.train.steps, stop_at_step or self.config.train.steps)
+        self.watchdog.begin("building the model", START_SECONDS)
+        self.engine = build_engine(self.config, self.layout, self.accumulation_steps)
+        self.engine.alive = self.watchdog.tick
+        StartState(None, self.engine, self.config).initialize()
+        self._rehearse()
+        self._train_from_start(last_step)
+        while self.spike is not None:
+            self._go_back(self.spike)
+            self._train_from_start(last_step)
+        if self.step < self.config.train.steps:
+            error = self.run.stop.error(self.ending, self.step, self.config) if self.ending else None
+            raise self.world.raised_by_all(error or _stopped(self.step, self.config))
+
+    def _train_from_start(self, last_step: int) -> None:
+        """Train from `self.start` to `last_step`, an agreed end or a spike."""
         with ExitStack() as stack:
-            self.engine = build_engine(self.config, self.layout, self.accumulation_steps)
+            self.watchdog.begin("restoring")
             origin = StartState(self.start.checkpoint, self.engine, self.config)
-            origin.initialize()
-            self._rehearse()
             origin.restore(self.world)
-            self.tokens_seen = origin.state.get("tokens_seen", 0)
-            self.skipped_steps = origin.state.get("skipped_steps", 0)
-            self.skipped_in_a_row = origin.state.get("skipped_in_a_row", 0)
+            self._restore_counts(origin.state)
             self._open_data(origin.state)
             stack.callback(self.validation.close)
             stack.callback(self.stream.close)
             if self.world.is_first:
-                self.monitor = Monitor(self.config.run_folder, self.start.step)
-                stack.callback(self.monitor.close)
+                monitor = Monitor(self.config.run_folder, self.start.step, self.run.fence)
+                self.monitor = stack.enter_context(monitor)
                 self.progress = stack.enter_context(Progress(self.config.train.steps, self.start.step))
                 self._announce()
             self._check_probe(origin.state.get("probe_loss"))
-            if self.step == 0:
+            self.ending = agreed(self.world.sum(*self.run.stop.votes()))
+            self.run.ready(self.step, origin.state.get("seconds", {}))
+            if self.step == 0 and not self.ending:
                 self._validate()
-            while self.step < last_step:
-                self._train_step()
+            while self.step < last_step and self._train_step():
                 if self._due(self.config.evaluate.every_steps):
                     self._validate()
                 if self._due(self.config.checkpoint.every_steps) or self.step == last_step:
+                    with self.run.ledger.during("checkpoint"):
+                        self._save()
+            if self.ending is FencedError:
+                fenced = self.run.stop.error(FencedError, self.step, self.config)
+                self._decide(str(fenced))
+                raise self.world.raised_by_all(fenced)
+            if self.ending and self.step > self.saved_step:
+                with self.run.ledger.during("checkpoint"):
                     self._save()
-        if self.step < self.config.train.steps:
-            raise self.world.raised_by_all(_stopped(self.step, self.config))
+            if self.world.is_first and self.spike is None:
+                self._say(f"time       {self.run.goodput().describe()}")
 
-    def _train_step(self) -> None:
-        """One optimizer step on one global batch."""
+    def _restore_counts(self, state: dict[str, Any]) -> None:
+        """Put in place what is neither tensors nor data of a checkpoint's state, which is empty for a fresh start."""
+        self.step = self.saved_step = self.logged_step = self.start.step
+        self.spike = None
+        self.tokens_seen = state.get("tokens_seen", 0)
+        self.skipped_steps, self.skipped_in_a_row = state.get("skipped_steps", 0), state.get("skipped_in_a_row", 0)
+        self.detector = SpikeDetector(self.config.train, state.get("recent_losses", ()))
+        self.history.clear()
+        self.own_loss_sum, self.targets = 0.0, 1.0
+        self.seconds_since_log = 0.0
+
+    def _go_back(self, first_step: int) -> None:
+        """Agree on where to go on after a spike that began at `first_step`, and on the batches to leave out."""
+        # The update before it may have been the bad one.
+        suspects = [(number, ids) for step, number, ids in self.history if step >= first_step - 1]
+        shares = self.world.gather([sample for _, own in suspects for sample in own])
+        samples = sorted({sample for share in shares for sample in share or ()})
+        spike = Rewind(first_step, self.step, 0, [number for number, _ in suspects], samples)
+        what = self.detector.describe(first_step, self.loss)
+        self.start = self.world.from_first(lambda: self.run.go_back(self.start.attempt, spike, what))
+
+    def _next_batch(self) -> Batch:
+        """This process's share of the next global batch that is not left out."""
+        while _batch_number(self.stream) in self.start.skipped.batches:
+            next(self.stream)
+        return next(self.stream)
+
+    def _train_step(self) -> bool:
+        """One optimizer step on one global batch; False if all have agreed to end before it, or to go back."""
         begin = time.perf_counter()
-        with self.timer.phase("data"):
-            batch = next(self.stream)
+        with self.timer.phase("data"), self.run.ledger.during("data"):
+            batch = self._next_batch()
         micro_batches = [self.layout.piece(part) for part in batch.split(self.config.train.micro_batch_size)]
         own_targets = float(sum((part.targets != IGNORED_TARGET).sum() for part in micro_batches))
-        targets, checksum = self.layout.sum(own_targets, _checksum(batch.sample_ids) / self.layout.context.size)
+        own_checksum = _checksum(batch.sample_ids) / self.layout.context.size
+        targets, checksum, loss_sum_before, *votes = self.layout.sum(
+            own_targets, own_checksum, self.own_loss_sum, from_all=self.run.stop.votes()
+        )
+        self.ending = agreed(votes)
+        if self.step > self.start.step:
+            self.loss = loss_sum_before / self.targets
+            self.spike = None if self.ending else self.detector.note(self.step, self.loss)
+        if self.ending or self.spike:
+            return False
         lr = learning_rate(self.config.train, self.step + 1)
         loss_sum, result = self.engine.update(micro_batches, targets, lr, self.timer)
         self.step += 1
+        self.own_loss_sum, self.targets = float(loss_sum), targets
+        self.history.append((self.step, _batch_number(self.stream) - 1, batch.sample_ids.tolist()))
+        self.data_state = self.stream.state_dict()
         self.tokens_seen += self.config.tokens_per_step
         self.seconds_since_log += time.perf_counter() - begin
-        self._count_skipped(result.applied)
+        self._count_skipped(result.applied, micro_batches, targets)
         if self._due(self.config.monitor.log_every_steps):
-            (global_loss_sum,) = self.layout.sum(float(loss_sum))
+            phases = self.timer.read()
+            own_seconds = [0.0] * self.world.size
+            own_seconds[self.world.rank] = phases["data"] + phases["forward"]
+            global_loss_sum, *seconds = self.layout.sum(self.own_loss_sum, from_all=own_seconds)
             observed = self._observe()
             if self.world.is_first:
-                self._log(global_loss_sum / targets, lr, result.grad_norm, checksum, *observed)
+                lag, slow = self.stragglers.note(seconds)
+                self._log(
+                    global_loss_sum / targets, lr, result.grad_norm, checksum, phases, lag | observed[0], observed[1]
+                )
+                for line in slow:
+                    self._say(f"step {self.step}: {line}")
+        return True
 
-    def _count_skipped(self, applied: bool) -> None:
+    def _count_skipped(self, applied: bool, micro_batches: list[Batch], targets: float) -> None:
         if applied:
             self.skipped_in_a_row = 0
             return
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
-        self._say(
-            f"step {self.step}: the gradient is not finite, so the update is skipped ({self.skipped_steps} so far)"
-        )
+        what = f"the gradient is not finite, so the update is skipped ({self.skipped_steps} so far)"
+        if self.config.train.dump_nonfinite and self.skipped_in_a_row == 1:
+            what += "; " + dump_first_bad_layer(
+                self.engine, self.layout, self.config, micro_batches, targets, self.step, self.watchdog.tick
+            )
+        self._decide(what)
         if self.skipped_in_a_row >= self.config.train.max_skipped_steps:
             diverged = NonFiniteError(
                 f"The last {self.skipped_in_a_row} gradients up to step {self.step} were not finite; "
@@ -175,18 +269,25 @@ class Trainer:
 
     def _validate(self) -> None:
         """Perplexity of the current weights on held-out text, in all processes together."""
-        with self.engine.evaluating():
-            result = measure(self.engine.losses, iter(self.validation), self.manifest, self.layout)
+        self.watchdog.begin(f"validating after step {self.step}")
+        with self.engine.evaluating(), self.run.ledger.during("validation"):
+            result = measure(self._watched_losses, iter(self.validation), self.manifest, self.layout)
         if self.world.is_first:
             by_source = {f"validation/loss_by_source/{name}": loss for name, loss in result.loss_by_source.items()}
             overall = {"validation/loss": result.loss, "validation/perplexity": result.perplexity}
             self.monitor.scalars(self.step, overall | by_source)
             self._say(f"step {self.step}: validation loss {result.loss:.4f}, perplexity {result.perplexity:.2f}")
 
+    def _watched_losses(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
+        self.watchdog.tick()
+        return self.engine.losses(tokens, targets, cu_seqlens)
+
     def _probe(self) -> float | None:
         """The loss on a few held-out sequences, the same ones in every layout; None if it is not finite."""
         with self.engine.evaluating():
-            loss = measure(self.engine.losses, self.validation.first(PROBE_SEQUENCES), self.manifest, self.layout).loss
+            loss = measure(
+                self._watched_losses, self.validation.first(PROBE_SEQUENCES), self.manifest, self.layout
+            ).loss
         return loss if math.isfinite(loss) else None
 
     def _check_probe(self, saved: float | None) -> None:
@@ -208,20 +309,23 @@ class Trainer:
 
     def _save(self) -> None:
         """A checkpoint of this step; what was recorded up to it reaches the disk first, or a kill would lose points."""
-        if self.world.is_first:
-            self.monitor.flush()
+        self.watchdog.begin(f"saving step {self.step}")
+        self.world.from_first(lambda: self.monitor.flush())
         begin = time.perf_counter()
         state = {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
-            "data": self.stream.state_dict(),
+            "seconds": self.run.ledger.read(),
+            "recent_losses": self.detector.recent,
+            "data": self.data_state,
             "tokenizer_sha256": self.manifest.tokenizer_sha256,
             "probe_loss": self._probe(),
             "world_size": self.world.size,
         }
         path = save(self.engine, self.config, self.world, self.start.attempt, state, self.texts)
+        self.saved_step = self.step
         self._say(f"step {self.step}: saved {path} in {time.perf_counter() - begin:.1f} s")
 
     def _rehearse(self) -> None:
@@ -238,8 +342,10 @@ class Trainer:
         # With accumulation the second pass runs beside the gradients of the first; a pipeline knows no shorter step.
         passes = self.accumulation_steps if self.layout.pipeline.size > 1 else min(2, self.accumulation_steps)
         targets = float(train.global_batch_size * self.config.data.context_length)
-        self.engine.update([batch] * passes, targets, 0.0, self.timer)
-        self.timer.read()
+        timer = PhaseTimer(
+            self.world.device, lambda phase: self.watchdog.begin(f"rehearsing the {phase} of a step", START_SECONDS)
+        )
+        self.engine.update([batch] * passes, targets, 0.0, timer)
 
     def _open_data(self, state: dict[str, Any]) -> None:
         data, evaluate = self.config.data, self.config.evaluate
@@ -254,6 +360,7 @@ class Trainer:
         )  # fmt: skip
         if "data" in state:
             self.stream.load_state_dict(state["data"])
+        self.data_state = self.stream.state_dict()
 
     def _due(self, every_steps: int) -> bool:
         return self.step % every_steps == 0 or self.step == self.config.train.steps
@@ -261,6 +368,11 @@ class Trainer:
     def _say(self, text: str) -> None:
         if self.world.is_first:
             self.progress.say(text)
+
+    def _decide(self, what: str) -> None:
+        """Say and log what the run has decided by itself."""
+        self._say(f"step {self.step}: {what}")
+        self.run.decide(self.step, what)
 
     def _announce(self) -> None:
         """What this attempt does, before the first step."""
@@ -299,13 +411,12 @@ class Trainer:
         return scalars, distributions
 
     def _log(
-        self, loss: float, lr: float, grad_norm: float, checksum: float,
+        self, loss: float, lr: float, grad_norm: float, checksum: float, phases: dict[str, float],
         observed: dict[str, float], distributions: dict[str, Tensor],
     ) -> None:  # fmt: skip
         """The step's figures, to TensorBoard, metrics.jsonl and the terminal."""
         seconds, steps = self.seconds_since_log, self.step - self.logged_step
         tokens_per_second = steps * self.config.tokens_per_step / seconds
-        phases = self.timer.read()
         scalars = {
             "train/loss": loss,
             "train/perplexity": perplexity(loss),
@@ -317,6 +428,8 @@ class Trainer:
             "data/samples_checksum": checksum,
             "memory/peak_bytes": self._peak_memory(),
         }
+        if self.config.train.spike_sigma:
+            scalars["train/rewinds"] = float(len(self.start.skipped.rewinds))
         scalars |= {f"time/{phase}_seconds": total / steps for phase, total in phases.items()}
         self.monitor.scalars(self.step, scalars | observed)
         for tag, values in distributions.items():
@@ -331,6 +444,12 @@ class Trainer:
             return float(torch.cuda.max_memory_allocated())
         unit = 1 if sys.platform == "darwin" else 1024
         return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+def _batch_number(stream: TrainStream) -> int:
+    """The global batch that `stream` hands out next, counted from 0 over all epochs."""
+    position = stream.state_dict()
+    return position["epoch"] * stream.steps_per_epoch + position["step_in_epoch"]
 
 
 def _checksum(sample_ids: Tensor) -> float:

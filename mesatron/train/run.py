@@ -5,23 +5,30 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mesatron.checkpoint.format import set_aside
+from mesatron.checkpoint.format import LATEST, set_aside
 from mesatron.checkpoint.retention import remove_leftovers
-from mesatron.checkpoint.verify import find_latest
+from mesatron.checkpoint.verify import find_latest, list_checkpoints
 from mesatron.config import Config, changed_keys, dump_config, load_config
-from mesatron.errors import CheckpointError, ConfigError
+from mesatron.errors import CheckpointError, ConfigError, LossSpikeError, PreemptedError, StoppedEarly
 from mesatron.files import replace_file
-from mesatron.monitor.attempts import Attempt
+from mesatron.monitor.attempts import Attempt, read_attempts
+from mesatron.monitor.goodput import Goodput, Ledger, account
+from mesatron.monitor.records import last_metrics
+from mesatron.train.spikes import SKIPPED_FILE, Rewind, Skipped
+from mesatron.train.stop import StopFlag
 
 # Keys that may change between attempts: what a run computes does not depend on them, beyond rounding.
 FREE_KEYS = (
     "name", "runs_folder", "data.input_folder", "data.folder", "data.workers", "data.timeout_seconds",
     "train.micro_batch_size", "train.activation_checkpointing", "train.loss_chunk_tokens", "train.max_skipped_steps",
-    "tokenizer.", "parallel.", "checkpoint.", "monitor.", "evaluate.", "model.implementation",
+    "train.watchdog_seconds", "train.dump_nonfinite", "train.spike_sigma", "train.spike_steps", "train.max_rewinds",
+    "tokenizer.", "parallel.", "checkpoint.", "monitor.", "evaluate.", "launch.", "model.implementation",
     "model.mesa.implementation",
     "model.mesa.chunk_size",
 )  # fmt: skip
@@ -36,22 +43,25 @@ FIXED_KEYS = (
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where an attempt begins: a checkpoint that verifies, or step 0; `notes` say why, a line each."""
+    """Where an attempt begins or goes back to: a checkpoint that verifies, or step 0; `notes` say why, a line each."""
 
     checkpoint: Path | None = None
     step: int = 0
     attempt: str = ""
     notes: list[str] = field(default_factory=list)
+    skipped: Skipped = field(default_factory=Skipped)
 
 
 class Run:
     """The first process's hold on a run folder, from `open` to `close`."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, stop: StopFlag) -> None:
+        self.config, self.stop = config, stop
+        self.ledger = Ledger({})
         self.folder = config.run_folder
         self.attempt: Attempt | None = None
         self._lock: int | None = None
+        self._was_ready = False
 
     def open(self, environment: dict[str, Any], allow_changes: bool) -> ResumePoint:
         """Take the folder, decide where to go on and log the attempt.
@@ -84,7 +94,15 @@ class Run:
                 f"{checkpoints} is at step {step}, beyond train.steps = {self.config.train.steps}; raise train.steps "
                 "or start under another name."
             )
-        self.attempt = Attempt(self.folder / "attempts.jsonl", step or None)
+        self.attempt = Attempt(
+            self.folder / "attempts.jsonl", step or None, last_metrics(self.folder / "metrics.jsonl")
+        )
+        for info in unreadable:
+            self.attempt.decide(step, f"went on without {info.path}: {info.reason.rstrip('.')}")
+        removed = self.stop.watch_folder(self.attempt)
+        for decision in removed:
+            self.attempt.decide(step, decision)
+        notes += removed
         notes += [f"Attempt {number} ended without a word: it was killed." for number in self.attempt.killed]
         identifier = f"attempt-{self.attempt.number:04d}"
         remove_leftovers(checkpoints, identifier)
@@ -93,7 +111,36 @@ class Run:
                 notes.append(f"{info.path.name} now lies in {set_aside(info.path, 'damaged', identifier)}.")
         replace_file(self.folder / "config.yaml", [dump_config(self.config).encode()])
         replace_file(self.folder / "environment.json", [json.dumps(environment, indent=1).encode() + b"\n"])
-        return ResumePoint(latest.path if latest else None, step, identifier, notes)
+        return ResumePoint(latest.path if latest else None, step, identifier, notes, Skipped.read(self.folder))
+
+    def go_back(self, attempt: str, spike: Rewind, what: str) -> ResumePoint:
+        """Undo a spike in the first process: remove the checkpoints from the step before it on, leave its batches out.
+
+        `spike.to_step` is found here; `what` describes the spike. Raises LossSpikeError when the run has gone back
+        `train.max_rewinds` times.
+        """
+        self.fence()
+        skipped = Skipped.read(self.folder)
+        if len(skipped.rewinds) >= self.config.train.max_rewinds:
+            raise LossSpikeError(
+                f"After step {spike.last_step} {what}, and the run has gone back {len(skipped.rewinds)} times; lower "
+                "train.peak_lr, or raise train.max_rewinds or train.spike_sigma to go on."
+            )
+        checkpoints = self.folder / "checkpoints"
+        for info in list_checkpoints(checkpoints):
+            if info.step >= spike.first_step - 1 and info.path.name.startswith("step-"):
+                shutil.rmtree(set_aside(info.path, ".trash", attempt))
+        (checkpoints / LATEST).unlink(missing_ok=True)
+        latest, _ = find_latest(checkpoints)
+        spike.to_step = latest.step if latest else 0
+        skipped.add(self.folder, spike)
+        decision = (
+            f"{what}: going back to step {spike.to_step} (rewind {len(skipped.rewinds)} of at most "
+            f"{self.config.train.max_rewinds}) and leaving out the global batches {spike.batches[0]} to "
+            f"{spike.batches[-1]}, whose sequences are listed in {self.folder / SKIPPED_FILE}"
+        )
+        self.decide(spike.last_step, decision)
+        return ResumePoint(latest.path if latest else None, spike.to_step, attempt, [decision], skipped)
 
     def check_shared(self) -> None:
         """In every process, after the first has opened the run: raise ConfigError where its folder is not seen."""
@@ -103,10 +150,35 @@ class Run:
                 "runs_folder on a file system that all nodes share."
             )
 
+    def fence(self) -> None:
+        """Raise FencedError once a newer attempt owns the run; called right before anything is committed."""
+        if self.attempt is not None:
+            self.attempt.check_newest()
+
+    def decide(self, step: int, what: str) -> None:
+        """Log, in the first process, a decision that was taken after `step`."""
+        if self.attempt is not None:
+            self.attempt.decide(step, what)
+
+    def ready(self, step: int, seconds: dict[str, float]) -> None:
+        """The first step begins, after `step`; the checkpoint before it has taken `seconds` in all."""
+        self.ledger = Ledger(seconds)
+        self.ledger.begin()
+        if self.attempt is not None and not self._was_ready:
+            self.attempt.ready(step)
+            self._was_ready = True
+
+    def goodput(self) -> Goodput:
+        """Where the run's time went until now; in the first process."""
+        return account(read_attempts(self.folder / "attempts.jsonl"), self.ledger.read(), time.time())
+
     def close(self, reason: str, exit_code: int) -> None:
         """Log how the attempt ended and let go of the folder."""
         if self.attempt is not None:
-            self.attempt.end(reason, exit_code)
+            self.attempt.end(reason, exit_code, self.ledger.read() if self._was_ready else {})
+            if exit_code in (StoppedEarly.exit_code, PreemptedError.exit_code):
+                self.stop.honoured()
+            self.attempt = None
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

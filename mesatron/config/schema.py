@@ -226,6 +226,8 @@ class CheckpointConfig(Section):
     """Newest checkpoints that stay."""
     keep_every_steps: NonNegativeInt = 0
     """Checkpoints at multiples of this stay for ever; 0 keeps none beyond `keep_last`."""
+    asynchronous: bool = True
+    """Write behind training, from a copy in host memory: 12 bytes for every parameter that a process saves."""
 
 
 class MonitorConfig(Section):

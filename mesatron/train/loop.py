@@ -40,8 +40,9 @@ from mesatron.parallel.layout import lay_out
 from mesatron.train.data import open_data
 from mesatron.train.environment import describe_environment
 from mesatron.train.run import ResumePoint, Run
+from mesatron.train.saver import Saver
 from mesatron.train.schedule import learning_rate
-from mesatron.train.snapshot import StartState, save
+from mesatron.train.snapshot import StartState, fragments, generator_states, specifications
 from mesatron.train.timing import PhaseTimer
 
 
@@ -125,6 +126,7 @@ class Trainer:
                 stack.callback(self.monitor.close)
                 self.progress = stack.enter_context(Progress(self.config.train.steps, self.start.step))
                 self._announce()
+            self.saver = stack.enter_context(self._make_saver())
             self._check_probe(origin.state.get("probe_loss"))
             if self.step == 0:
                 self._validate()
@@ -144,7 +146,11 @@ class Trainer:
             batch = next(self.stream)
         micro_batches = [self.layout.piece(part) for part in batch.split(self.config.train.micro_batch_size)]
         own_targets = float(sum((part.targets != IGNORED_TARGET).sum() for part in micro_batches))
-        targets, checksum = self.layout.sum(own_targets, _checksum(batch.sample_ids) / self.layout.context.size)
+        checksum = _checksum(batch.sample_ids) / self.layout.context.size
+        targets, checksum, failed = self.layout.sum(own_targets, checksum, float(self.saver.failed))
+        if failed:
+            self.saver.finish()
+        self.saver.report()
         lr = learning_rate(self.config.train, self.step + 1)
         loss_sum, result = self.engine.update(micro_batches, targets, lr, self.timer)
         self.step += 1
@@ -210,19 +216,25 @@ class Trainer:
         """A checkpoint of this step; what was recorded up to it reaches the disk first, or a kill would lose points."""
         if self.world.is_first:
             self.monitor.flush()
-        begin = time.perf_counter()
         state = {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "optimizer_steps": self.engine.optimizer_steps,
             "data": self.stream.state_dict(),
             "tokenizer_sha256": self.manifest.tokenizer_sha256,
             "probe_loss": self._probe(),
             "world_size": self.world.size,
         }
-        path = save(self.engine, self.config, self.world, self.start.attempt, state, self.texts)
-        self._say(f"step {self.step}: saved {path} in {time.perf_counter() - begin:.1f} s")
+        self.saver.save(self.step, generator_states(self.world), state, self.texts)
+
+    def _make_saver(self) -> Saver:
+        specs = specifications(self.engine, self.world)
+        return Saver(
+            self.config.run_folder / "checkpoints", self.config.checkpoint, self.world, self.start.attempt, specs,
+            live=lambda: fragments(self.engine), fence=lambda: None, say=self._say,
+        )  # fmt: skip
 
     def _rehearse(self) -> None:
         """A throw-away optimizer step on random tokens: running out of memory shows now, and the moments come to be.

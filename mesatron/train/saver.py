@@ -82,9 +82,14 @@ class Saver:
         self._writing: Writing | None = None
 
     @property
+    def busy(self) -> bool:
+        """Whether a save is under way in this process."""
+        return self._writing is not None and self._writing.is_alive()
+
+    @property
     def failed(self) -> bool:
-        """Whether the save under way has failed; then it soon has in all processes, and they must `finish`."""
-        return self._writing is not None and not self._writing.is_alive() and self._writing.path is None
+        """Whether the last save has failed; then it soon has in all processes, and they must `finish`."""
+        return self._writing is not None and not self.busy and self._writing.path is None
 
     def save(self, step: int, others: list[Fragment], state: dict[str, Any], texts: dict[str, str]) -> None:
         """Begin to save a step: what `live` gives now, and `others`, which nobody may change any more.

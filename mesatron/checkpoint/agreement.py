@@ -6,7 +6,8 @@ being in anybody's way, and can give up at any moment.
 
 import json
 import pickle
-from threading import Event
+import time
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import PrefixStore, Store
@@ -22,11 +23,11 @@ class Abandoned(Exception):
 
 
 class Agreement:
-    """One process's view of the `number`-th save of `size` processes. stop: tells this process to give up."""
+    """One process's view of the `number`-th save of `size` processes. interrupt: called while it waits."""
 
-    def __init__(self, store: Store, rank: int, size: int, number: int, stop: Event) -> None:
+    def __init__(self, store: Store, rank: int, size: int, number: int, interrupt: Callable[[], None]) -> None:
         self._whole_store, self._store = store, PrefixStore(f"save/{number}", store)
-        self._rank, self._size, self._number, self._stop = rank, size, number, stop
+        self._rank, self._size, self._number, self._interrupt = rank, size, number, interrupt
 
     def tell(self, phase: str, result: Any) -> None:
         """This process has ended `phase` with a result that JSON can hold."""
@@ -34,21 +35,16 @@ class Agreement:
         self._store.add(phase, 1)
 
     def wait(self, phase: str, processes: int | None = None) -> None:
-        """Return when so many processes, all by default, have ended `phase`. Raises Abandoned."""
+        """Return when so many processes, all by default, have ended `phase`. Raises Abandoned once one has failed."""
         while self._store.add(phase, 0) < (processes or self._size):
-            self.interrupt()
+            self._interrupt()
             if self._store.check([_FAILURE]):
                 raise Abandoned
-            self._stop.wait(_LOOK_AGAIN_SECONDS)
+            time.sleep(_LOOK_AGAIN_SECONDS)
 
     def told(self, phase: str) -> list[Any]:
         """The results of a phase that all have ended, by rank."""
         return [json.loads(self._store.get(f"{phase}/{rank}")) for rank in range(self._size)]
-
-    def interrupt(self) -> None:
-        """Raise Abandoned when this process is told to give up."""
-        if self._stop.is_set():
-            raise Abandoned
 
     def fail(self, error: MesatronError) -> None:
         """No process can go on with this save, because of `error`; the first failure stands."""

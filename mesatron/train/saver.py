@@ -69,15 +69,17 @@ class Saver:
 
     root: the run's checkpoint folder. specs: all tensors of a checkpoint, by kind. live: gives the fp32 fragments that
     this process saves, the same ones at every call. fence: called in the first process right before a checkpoint gets
-    its name; what it raises ends the save. say: takes the first process's words.
+    its name; what it raises ends the save. say: takes the first process's words. alive: called while training waits for
+    a save that gets on.
     """
 
     def __init__(
         self, root: Path, settings: CheckpointConfig, world: World, attempt: str, specs: dict[str, list[TensorSpec]],
         live: Callable[[], Iterable[Fragment]], fence: Callable[[], None], say: Callable[[str], None],
+        alive: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.root, self.settings, self.world, self.attempt, self.specs = root, settings, world, attempt, specs
-        self.fence, self._live, self._say = fence, live, say
+        self.fence, self._live, self._say, self._alive = fence, live, say, alive
         self._host = HostCopy(live(), world.device)
         self._writing: Writing | None = None
 
@@ -122,11 +124,14 @@ class Saver:
         """
         if self._writing is None:
             return
-        begin, waited = time.perf_counter(), False
+        begin, waited, progress = time.perf_counter(), False, -1
         # Meeting again and again, where one could wait alone, shows whether the others are alive.
-        while self.world.sum(float(self._writing.is_alive()))[0]:
+        while self.world.sum(float(self.busy))[0]:
             waited = True
             self._writing.join(0.05)
+            if not self.busy or progress != self._writing.progress:
+                progress = self._writing.progress
+                self._alive()
         self.report()
         writing, self._writing = self._writing, None
         if waited and awaited_by is not None and self.world.is_first:
@@ -145,21 +150,21 @@ class Saver:
 
 
 class Writing(threading.Thread):
-    """A save under way, from construction on. path: its checkpoint, once that counts."""
+    """A save under way, from construction on. path: its checkpoint, once that counts. progress: counts what gets on."""
 
     def __init__(self, saver: Saver, snapshot: Snapshot, begin: float) -> None:
         super().__init__(daemon=True)
         world = saver.world
-        self.step, self.seconds = snapshot.step, 0.0
+        self.step, self.seconds, self.progress = snapshot.step, 0.0, 0
         self.path: Path | None = None
         self.reported = False
         self._saver, self._snapshot, self._begin = saver, snapshot, begin
-        self._stop_request = threading.Event()
-        self._agreement = Agreement(world.store, world.rank, world.size, next(_numbers), self._stop_request)
+        self._agreement = Agreement(world.store, world.rank, world.size, next(_numbers), self._go_on)
         self._writer = CheckpointWriter(
-            saver.root, self.step, world.rank, world.size, saver.attempt, saver.specs, self._agreement.interrupt
+            saver.root, self.step, world.rank, world.size, saver.attempt, saver.specs, self._go_on
         )
         self._error: BaseException | None = None
+        self._abandoned = False
         self.stall_seconds = time.perf_counter() - begin
         self.start()
 
@@ -198,8 +203,13 @@ class Writing(threading.Thread):
 
     def abandon(self) -> None:
         """Give up without the other processes; what has been written stays behind, as after a kill."""
-        self._stop_request.set()
+        self._abandoned = True
         self.join()
+
+    def _go_on(self) -> None:
+        self.progress += 1
+        if self._abandoned:
+            raise Abandoned
 
     def _commit(self) -> None:
         saver, settings, snapshot = self._saver, self._saver.settings, self._snapshot

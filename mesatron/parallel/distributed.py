@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import itertools
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -26,12 +27,16 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class World:
-    """This process among all processes of the run; `store` is where they met."""
+    """This process among all processes of the run.
+
+    store: where they met. numbers: for what they do there, each the next one at the same point.
+    """
 
     rank: int
     size: int
     device: torch.device
     store: dist.Store = field(default_factory=dist.HashStore)
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
     def is_first(self) -> bool:

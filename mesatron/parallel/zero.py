@@ -22,6 +22,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 
 import deepspeed
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import safe_get_full_fp32_param
 from mesatron_data.batch import Batch
 from torch import Tensor, nn
 
@@ -166,6 +167,22 @@ class ZeroEngine:
                 for kind in KINDS:
                     yield kind, name, *self._own(parameter, kind, self.layout.copies.size)
 
+    def kept(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Kind, parameter name and live flat fp32 elements of all that this process keeps, whoever has them too."""
+        for name, parameter in self.parameters.items():
+            for kind in KINDS:
+                _, own = self._own(parameter, kind)
+                yield kind, name, own
+
+    @torch.no_grad()
+    def restore_kept(self, source: Callable[[str, str], Tensor]) -> None:
+        """Replace what `kept` gives by what `source` gives for kind and name; all processes call it together."""
+        self._link_moments()
+        for kind, name, own in self.kept():
+            own.copy_(source(kind, name))
+        for parameter in self.parameters.values():
+            self._refresh(parameter, partial(safe_get_full_fp32_param, parameter))
+
     @torch.no_grad()
     def restore(self, source: ElementSource, kinds: tuple[str, ...] = KINDS) -> None:
         """Replace what this process holds by elements of `source`; moments exist only after the first optimizer step.
@@ -174,16 +191,17 @@ class ZeroEngine:
         """
         self._link_moments()
         for name, parameter in self.parameters.items():
+            size = self.shares[name].local.numel()
             for kind in kinds:
                 start, own = self._own(parameter, kind)
-                if kind == "weight" and self.stage in (1, 2):  # the working copy, in bf16 where that is the precision
-                    whole = source(kind, name, 0, parameter.numel())
-                    parameter.copy_(whole.view_as(parameter))
+                if kind == "weight" and self.stage in (1, 2):  # whose working copy needs all of it anyway
+                    whole = source(kind, name, 0, size)
                     own.copy_(whole[start : start + len(own)])
+                    self._refresh(parameter, partial(whole.view, -1))
                     continue
                 own.copy_(source(kind, name, start, start + len(own)))
-                if kind == "weight" and self.stage == 3:
-                    self._refresh(parameter, own, partial(source, kind, name))
+                if kind == "weight":
+                    self._refresh(parameter, partial(source, kind, name, 0, size))
 
     def _mark_shares(self) -> None:
         """Tell DeepSpeed which gradients differ over the tensor group; sum there what each member sees in part."""
@@ -238,11 +256,15 @@ class ZeroEngine:
             return 0, torch.empty(0)
         return fragment.lp_fragment_address.start, fragment.get_hp_fragment(key).detach()
 
-    def _refresh(self, parameter: Any, own: Tensor, source: Callable[[int, int], Tensor]) -> None:
-        """Stage 3's working copies: this process's partition, and the whole where it is kept in every process."""
-        parameter.ds_tensor.data.copy_(own)
-        if parameter.ds_status == ZeroParamStatus.AVAILABLE:
-            parameter.data.copy_(source(0, parameter.ds_numel).view(parameter.ds_shape))
+    def _refresh(self, parameter: Any, whole: Callable[[], Tensor]) -> None:
+        """Bring a parameter's working copies in line with its fp32 elements, all of which `whole` gives."""
+        if self.stage in (1, 2):
+            parameter.copy_(whole().view_as(parameter))
+        elif self.stage == 3:
+            _, own = self._own(parameter, "weight")
+            parameter.ds_tensor.data.copy_(own)
+            if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # kept whole in every process
+                parameter.data.copy_(whole().view(parameter.ds_shape))
 
     def _optimizer(self) -> torch.optim.Optimizer:
         train = self.config.train

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,10 +40,10 @@ from mesatron.parallel.engine import build_engine
 from mesatron.parallel.layout import lay_out
 from mesatron.train.data import open_data
 from mesatron.train.environment import describe_environment
+from mesatron.train.local import find_local, make_local_saver
 from mesatron.train.run import ResumePoint, Run
-from mesatron.train.saver import Saver
 from mesatron.train.schedule import learning_rate
-from mesatron.train.snapshot import StartState, fragments, generator_states, specifications
+from mesatron.train.snapshot import StartState, generator_states, make_saver
 from mesatron.train.timing import PhaseTimer
 
 
@@ -57,12 +58,15 @@ def train(config: Config, stop_at_step: int | None = None, allow_changes: bool =
     reason, exit_code, together = "finished", 0, True
     try:
         environment = world.from_first(lambda: describe_environment(world))
-        start = world.from_first(lambda: run.open(environment, allow_changes))
+        local, passed_over = find_local(config, world)
+        start = world.from_first(lambda: run.open(environment, allow_changes, local))
+        start.notes.extend(passed_over)
         run.check_shared()
         if stop_at_step and start.step >= stop_at_step and start.step < config.train.steps:
             raise world.raised_by_all(_stopped(start.step, config))
         if start.step < config.train.steps:
-            Trainer(config, world, start, environment, allow_changes).run(stop_at_step)
+            own = local.path if local and start.local else start.checkpoint
+            Trainer(config, world, start, own, environment, allow_changes).run(stop_at_step)
         elif world.is_first:
             print(f"{config.run_folder} is complete: step {start.step} of {config.train.steps} is saved.")
     except BaseException as error:
@@ -88,15 +92,16 @@ PROBE_TOLERANCES = {"fp32": 1e-4, "bf16": 2e-3}
 
 
 class Trainer:
-    """One attempt at a run, in one of its processes."""
+    """One attempt at a run, in one of its processes, for which `checkpoint` is what `start` goes on from."""
 
     def __init__(
-        self, config: Config, world: World, start: ResumePoint, environment: dict[str, Any], allow_changes: bool
-    ) -> None:
+        self, config: Config, world: World, start: ResumePoint, checkpoint: Path | None, environment: dict[str, Any],
+        allow_changes: bool,
+    ) -> None:  # fmt: skip
         self.texts = {"config.yaml": dump_config(config), "environment.json": json.dumps(environment, indent=1) + "\n"}
         self.kernels = world.from_first(lambda: choose_kernels(config, world.device))
         self.config = with_kernels(config, self.kernels.implementation)
-        self.world, self.start, self.allow_changes = world, start, allow_changes
+        self.world, self.start, self.checkpoint, self.allow_changes = world, start, checkpoint, allow_changes
         data_size = world.from_first(lambda: data_parallel_size(config, world.size))
         self.accumulation_steps = world.from_first(lambda: accumulation_steps(config, data_size))
         self.layout = lay_out(config, world)
@@ -111,7 +116,7 @@ class Trainer:
         last_step = min(self.config.train.steps, stop_at_step or self.config.train.steps)
         with ExitStack() as stack:
             self.engine = build_engine(self.config, self.layout, self.accumulation_steps)
-            origin = StartState(self.start.checkpoint, self.engine, self.config)
+            origin = StartState(self.checkpoint, self.engine, self.config, self.start.local)
             origin.initialize()
             self._rehearse()
             origin.restore(self.world)
@@ -126,7 +131,10 @@ class Trainer:
                 stack.callback(self.monitor.close)
                 self.progress = stack.enter_context(Progress(self.config.train.steps, self.start.step))
                 self._announce()
-            self.saver = stack.enter_context(self._make_saver())
+            saving = self.config, self.world, self.engine, self.start.attempt, lambda: None, self._say
+            self.saver = stack.enter_context(make_saver(*saving))
+            if self.config.checkpoint.local_folder:
+                self.local_saver = stack.enter_context(make_local_saver(*saving, self.start.step))
             self._check_probe(origin.state.get("probe_loss"))
             if self.step == 0:
                 self._validate()
@@ -136,6 +144,8 @@ class Trainer:
                     self._validate()
                 if self._due(self.config.checkpoint.every_steps) or self.step == last_step:
                     self._save()
+                elif self.config.checkpoint.local_folder and self._due(self.config.checkpoint.local_every_steps):
+                    self._save_locally()
         if self.step < self.config.train.steps:
             raise self.world.raised_by_all(_stopped(self.step, self.config))
 
@@ -216,7 +226,18 @@ class Trainer:
         """A checkpoint of this step; what was recorded up to it reaches the disk first, or a kill would lose points."""
         if self.world.is_first:
             self.monitor.flush()
-        state = {
+        state = self._state() | {"probe_loss": self._probe()}
+        self.saver.save(self.step, generator_states(self.world), state, self.texts)
+
+    def _save_locally(self) -> None:
+        """The same on this node; as only this layout can go on from it, there is nothing to prove with a loss."""
+        if self.world.is_first:
+            self.monitor.flush()
+        self.local_saver.save(self.step, generator_states(self.world), self._state(), self.texts)
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors, the same in all processes."""
+        return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "skipped_steps": self.skipped_steps,
@@ -224,17 +245,9 @@ class Trainer:
             "optimizer_steps": self.engine.optimizer_steps,
             "data": self.stream.state_dict(),
             "tokenizer_sha256": self.manifest.tokenizer_sha256,
-            "probe_loss": self._probe(),
             "world_size": self.world.size,
+            "attempt": self.start.attempt,
         }
-        self.saver.save(self.step, generator_states(self.world), state, self.texts)
-
-    def _make_saver(self) -> Saver:
-        specs = specifications(self.engine, self.world)
-        return Saver(
-            self.config.run_folder / "checkpoints", self.config.checkpoint, self.world, self.start.attempt, specs,
-            live=lambda: fragments(self.engine), fence=lambda: None, say=self._say,
-        )  # fmt: skip
 
     def _rehearse(self) -> None:
         """A throw-away optimizer step on random tokens: running out of memory shows now, and the moments come to be.

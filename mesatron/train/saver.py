@@ -7,7 +7,6 @@ collectives are run in `finish` alone, by the thread that trains.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -30,7 +29,6 @@ from mesatron.errors import MesatronError, PeerLostError
 from mesatron.parallel.distributed import World
 
 WRITTEN, CHECKED, COMMITTED = "written", "checked", "committed"
-_numbers = itertools.count(1)  # of the saves of this process, all of which are those of every other process too
 
 
 class HostCopy:
@@ -159,7 +157,7 @@ class Writing(threading.Thread):
         self.path: Path | None = None
         self.reported = False
         self._saver, self._snapshot, self._begin = saver, snapshot, begin
-        self._agreement = Agreement(world.store, world.rank, world.size, next(_numbers), self._go_on)
+        self._agreement = Agreement(world.store, world.rank, world.size, next(world.numbers), self._go_on)
         self._writer = CheckpointWriter(
             saver.root, self.step, world.rank, world.size, saver.attempt, saver.specs, self._go_on
         )

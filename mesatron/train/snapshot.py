@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,16 @@ from mesatron.config import Config
 from mesatron.model.parameter import initial_value
 from mesatron.parallel.distributed import World
 from mesatron.parallel.zero import KINDS, MOMENTS, ZeroEngine
+from mesatron.train.saver import Saver
+
+
+def make_saver(
+    config: Config, world: World, engine: ZeroEngine, attempt: str, fence: Callable[[], None],
+    say: Callable[[str], None],
+) -> Saver:  # fmt: skip
+    """What saves the run's checkpoints, see Saver."""
+    folder, specs = config.run_folder / "checkpoints", specifications(engine, world)
+    return Saver(folder, config.checkpoint, world, attempt, specs, lambda: fragments(engine), fence, say)
 
 
 def specifications(engine: ZeroEngine, world: World) -> dict[str, list[TensorSpec]]:
@@ -36,7 +46,7 @@ def fragments(engine: ZeroEngine) -> Iterator[Fragment]:
     """The elements of weights and moments that this process saves, live."""
     for kind, name, start, values in engine.fragments():
         stretches = engine.shares[name].stretches(start, start + len(values))
-        yield Fragment(*_stored_as(kind, name), values, stretches)
+        yield Fragment(*stored_as(kind, name), values, stretches)
 
 
 def generator_states(world: World) -> list[Fragment]:
@@ -46,12 +56,15 @@ def generator_states(world: World) -> list[Fragment]:
 
 
 class StartState:
-    """What training begins from: a checkpoint, or the start values that seed and parameter names give."""
+    """What training begins from: a checkpoint, or the start values that seed and parameter names give.
 
-    def __init__(self, checkpoint: Path | None, engine: ZeroEngine, config: Config) -> None:
-        self._engine, self._config = engine, config
+    own: `checkpoint` is this process's part of a local one (train/local.py).
+    """
+
+    def __init__(self, checkpoint: Path | None, engine: ZeroEngine, config: Config, own: bool = False) -> None:
+        self._engine, self._config, self._own = engine, config, own
         self._reader = CheckpointReader(checkpoint) if checkpoint else None
-        if self._reader:
+        if self._reader and not own:
             self._reader.check_model({name: tuple(shape) for name, shape in engine.shapes().items()})
 
     @property
@@ -68,9 +81,13 @@ class StartState:
 
     def restore(self, world: World) -> None:
         """Put weights, moments, update count and this process's random generators in place."""
-        self._engine.restore(self._saved_elements if self._reader else self._start_elements)
+        reader = self._reader
+        if reader and self._own:
+            self._engine.restore_kept(lambda kind, name: reader.tensor(*stored_as(kind, name)))
+        else:
+            self._engine.restore(self._saved_elements if reader else self._start_elements)
         self._engine.optimizer_steps = self.state.get("optimizer_steps", 0)
-        generators = self._reader.rng(world.rank) if self._reader else {}
+        generators = reader.rng(world.rank) if reader else {}
         if "torch" in generators:
             torch.set_rng_state(generators["torch"])
         if "cuda" in generators and world.device.type == "cuda":
@@ -79,7 +96,7 @@ class StartState:
     def _saved_elements(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         assert self._reader
         values = torch.zeros(stop - start)
-        self._reader.read(*_stored_as(kind, name), self._engine.shares[name].stretches(start, stop), values)
+        self._reader.read(*stored_as(kind, name), self._engine.shares[name].stretches(start, stop), values)
         return values
 
     def _start_elements(self, kind: str, name: str, start: int, stop: int) -> Tensor:
@@ -91,7 +108,7 @@ class StartState:
         return F.pad(own, (0, stop - start - len(own)))
 
 
-def _stored_as(kind: str, name: str) -> tuple[str, str]:
+def stored_as(kind: str, name: str) -> tuple[str, str]:
     """Kind and name in a checkpoint."""
     return ("weights", name) if kind == "weight" else ("optimizer", f"{kind}/{name}")
 

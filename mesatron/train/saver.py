@@ -123,9 +123,12 @@ class Saver:
         if self._writing is None:
             return
         begin, waited, progress = time.perf_counter(), False, -1
-        # Meeting again and again, where one could wait alone, shows whether the others are alive.
-        while self.world.sum(float(self.busy))[0]:
+        # Meeting again and again, where one could wait alone, shows whether the others are alive, and that one has
+        # failed which has lost its way to the store.
+        while (sums := self.world.sum(float(self.busy), float(self.failed)))[0]:
             waited = True
+            if sums[1]:
+                self._writing.abandon()
             self._writing.join(0.05)
             if not self.busy or progress != self._writing.progress:
                 progress = self._writing.progress
@@ -145,6 +148,7 @@ class Saver:
             self.finish()
         elif self._writing is not None:  # the others may be gone
             self._writing.abandon()
+            self._writing.join()
 
 
 class Writing(threading.Thread):
@@ -192,6 +196,8 @@ class Writing(threading.Thread):
         if self._error is not None and not isinstance(self._error, MesatronError):
             raise self._error
         failure = self._agreement.failure()
+        if failure is None and self.path is None:
+            failure = PeerLostError("A save has failed.")
         if failure is None:
             return
         world = self._saver.world
@@ -200,9 +206,8 @@ class Writing(threading.Thread):
         raise failure if isinstance(failure, PeerLostError) else world.raised_by_all(failure)
 
     def abandon(self) -> None:
-        """Give up without the other processes; what has been written stays behind, as after a kill."""
+        """Make it give up, soon; what has been written stays behind, as after a kill."""
         self._abandoned = True
-        self.join()
 
     def _go_on(self) -> None:
         self.progress += 1

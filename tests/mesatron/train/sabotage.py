@@ -3,6 +3,7 @@
 inf=3,4     the last process's gradient is not finite in these steps
 kill=7      the process kills itself in step 7, after its first backward pass of it
 full=7      from step 7 on the last process cannot write to any file, as on a full disk
+deaf=7      from step 7 on the last process cannot reach the store at which all have met
 still=7     step 7 changes nothing, so that what is saved after it is what was restored
 memory=N    N bytes more than at the start of the rehearsal is all the memory there is
 """
@@ -15,7 +16,10 @@ import signal
 import sys
 from pathlib import Path
 
+from torch.distributed import DistNetworkError
+
 import mesatron
+from mesatron.checkpoint.agreement import Agreement
 from mesatron.parallel.zero import ZeroEngine
 from mesatron.train.loop import Trainer
 
@@ -25,10 +29,16 @@ now = {"step": 0}
 train_step, backward, rehearse = Trainer._train_step, ZeroEngine.backward, Trainer._rehearse
 
 
+def lose_connection(*_: object) -> None:
+    raise DistNetworkError("connection reset")
+
+
 def sabotaged_step(trainer: Trainer) -> None:
     now["step"] = trainer.step + 1
     if fault == "full" and now["step"] in steps and trainer.world.rank == trainer.world.size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    if fault == "deaf" and now["step"] in steps and trainer.world.rank == trainer.world.size - 1:
+        Agreement.tell = Agreement.fail = Agreement.failure = lose_connection
     if fault == "still" and now["step"] in steps:
         trainer.step += 1
     else:

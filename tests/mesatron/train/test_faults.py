@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from mesatron.checkpoint.verify import list_checkpoints
+from mesatron.errors import PeerLostError
 
 SABOTAGE = Path(__file__).with_name("sabotage.py")
 
@@ -235,6 +236,15 @@ def test_one_process_that_cannot_write_ends_all_at_a_step_boundary(
     assert not list((run.path / "checkpoints").glob(".incomplete-*"))
     assert run.attempts()[-1]["exit_code"] == 7
     assert 6 <= run.lines()[-1]["step"] <= 12
+
+
+def test_a_process_that_loses_the_others_in_a_save_ends_all(config: Path, world: Callable, run_of: Callable) -> None:
+    """It cannot tell them by the way they agree on a save, but they meet in the steps."""
+    overrides = ["train.steps=90", "checkpoint.every_steps=6", "--allow-changes"]
+    outcome = world(2, SABOTAGE, "deaf=5", "train", config, *overrides)
+    assert outcome.exit_code == PeerLostError.exit_code, outcome.errors
+    assert run_of(config).steps() == [2, 4]
+    assert 6 <= run_of(config).lines()[-1]["step"] <= 12
 
 
 def test_two_trainings_in_one_run_folder(config: Path, train: Callable, run_of: Callable) -> None:

@@ -1,6 +1,7 @@
 """Durable file operations: after a kill or a power cut a reader finds the old content or the new, never half of it.
 
-Every write goes through `os.write`, `os.fsync` and `os.replace`, which is where the fault-injection tests cut.
+Every write goes through `os.write`, `os.pwrite`, `os.fsync` and `os.replace`, which is where the fault-injection tests
+cut.
 """
 
 import errno
@@ -29,9 +30,12 @@ def reporting_full_disk(path: Path, needed_bytes: int | None = None) -> Iterator
 
 
 @contextmanager
-def open_durable(path: Path) -> Iterator[int]:
-    """Descriptor of a new, empty file at `path`; on a clean exit its content is on the disk."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+def open_durable(path: Path, shared: bool = False) -> Iterator[int]:
+    """Descriptor of a new, empty file at `path`; on a clean exit its content is on the disk.
+
+    shared: keep what other processes may have written into it already.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (0 if shared else os.O_TRUNC), 0o644)
     try:
         yield descriptor
         os.fsync(descriptor)
@@ -44,6 +48,14 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
     rest = memoryview(data).cast("B")
     while rest:
         rest = rest[os.write(descriptor, rest) :]
+
+
+def write_all_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write every byte of `data` from byte `offset` of the file on."""
+    rest = memoryview(data).cast("B")
+    while rest:
+        written = os.pwrite(descriptor, rest, offset)
+        rest, offset = rest[written:], offset + written
 
 
 def write_file(path: Path, data: bytes | memoryview) -> None:

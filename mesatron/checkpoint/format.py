@@ -2,7 +2,7 @@
 
     checkpoints/
       step-00001000/                   complete: manifest.json is there and everything in it verifies
-        weights-00000.safetensors      fp32 weights; the number is the rank that wrote the file
+        weights-00000.safetensors      fp32 weights; tensor i lies in file i modulo the number of ranks
         optimizer-00000.safetensors    exp_avg/<name>, exp_avg_sq/<name>
         rng-00000.safetensors          rank-00000/<generator>
         state.json  config.yaml  environment.json
@@ -20,6 +20,7 @@ import itertools
 import json
 import os
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,18 @@ def sha256_of_file(path: Path, start: int = 0, stop: int | None = None) -> str:
             digest.update(block)
             rest -= len(block)
     return digest.hexdigest()
+
+
+def tensor_bounds(path: Path) -> dict[str, tuple[int, int]]:
+    """First byte and end of every tensor in a safetensors file. Raises ValueError when it has no such header."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+        header = json.loads(file.read(min(length, path.stat().st_size)))
+    try:
+        bounds = {name: about["data_offsets"] for name, about in header.items() if name != "__metadata__"}
+        return {name: (8 + length + first, 8 + length + last) for name, (first, last) in bounds.items()}
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} has no header of tensors.") from error
 
 
 def seal(manifest: dict[str, Any]) -> bytes:

@@ -1,9 +1,10 @@
-"""Read a checkpoint: tensors one by one, whatever number of processes wrote it."""
+"""Read a checkpoint: tensors one by one or in part, whatever number of processes wrote it."""
 
 import hashlib
 import json
+import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ class CheckpointReader:
         self.ranks: int = manifest["ranks"]
         self._tensors: dict[str, dict[str, Any]] = manifest["tensors"]
         self._files: dict[str, Any] = {}
+        self._bounds: dict[Path, dict[str, tuple[int, int]]] = {}
         self.state: dict[str, Any] = json.loads(self.text(fmt.STATE))
 
     def text(self, name: str) -> str:
@@ -67,6 +69,30 @@ class CheckpointReader:
                 f"{self.folder / file} is damaged: tensor {name} has changed; choose another checkpoint."
             )
         return tensor
+
+    def read(self, kind: str, name: str, stretches: Iterable[tuple[int, int, int]], into: torch.Tensor) -> None:
+        """Fill parts of `into`, flat and of the tensor's type on the CPU: nothing else of the tensor is in memory.
+
+        stretches: (element of the tensor, element of `into`, number of elements). No checksum covers a part: `verify`
+        the checkpoint first. Raises CheckpointError if there is no tensor of that name or its file is too short.
+        """
+        path, size = self.folder / self._entry(kind, name)["file"], into.dtype.itemsize
+        data = tensor_bytes(into)
+        try:
+            if path not in self._bounds:
+                self._bounds[path] = fmt.tensor_bounds(path)
+            begin, end = self._bounds[path][name]
+            with path.open("rb", buffering=0) as file:
+                for there, here, count in stretches:
+                    rest, position = data[here * size : (here + count) * size], begin + there * size
+                    while rest and (read := os.preadv(file.fileno(), [rest], position)):
+                        rest, position = rest[read:], position + read
+                    if rest or position > end:
+                        raise ValueError("it ends early")
+        except (OSError, ValueError, LookupError) as error:
+            raise CheckpointError(
+                f"Tensor {name} cannot be read from {path} ({error}); choose another checkpoint."
+            ) from error
 
     def rng(self, rank: int) -> dict[str, torch.Tensor]:
         """The generator states that `rank` wrote, by name; empty if fewer ranks wrote the checkpoint."""

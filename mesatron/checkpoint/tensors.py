@@ -1,11 +1,10 @@
-"""The safetensors layout, written as a stream: one tensor in memory at a time.
+"""The safetensors layout: where each tensor's bytes lie is known before there are any, so they can come in pieces.
 
 Source: https://huggingface.co/docs/safetensors (format): 8 bytes with the header's length, a JSON header with each
 tensor's type, shape and offsets, then the tensors' bytes without gaps. The library itself can only write tensors that
-are all in memory at once. Reading is left to the library.
+are all in memory at once.
 """
 
-import hashlib
 import json
 import math
 import struct
@@ -13,8 +12,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-
-from mesatron.files import write_all
 
 DTYPE_CODES = {
     torch.float64: "F64",
@@ -30,7 +27,7 @@ _ALIGNMENT_BYTES = 8
 
 
 class TensorSpec(NamedTuple):
-    """What is known of a tensor before it is gathered: its name, shape and type."""
+    """What is known of a tensor without its elements: its name, shape and type."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,6 +40,24 @@ class TensorSpec(NamedTuple):
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> "TensorSpec":
         return cls(name, tuple(tensor.shape), tensor.dtype)
+
+
+class Fragment(NamedTuple):
+    """Elements of one tensor that one process holds.
+
+    kind, name: of the tensor in the checkpoint. values: flat, of the tensor's type, on any device. stretches: (element
+    of the whole tensor, element of `values`, number of elements) of all that is to be saved; run through once.
+    """
+
+    kind: str
+    name: str
+    values: torch.Tensor
+    stretches: Iterable[tuple[int, int, int]]
+
+    @classmethod
+    def whole(cls, kind: str, name: str, tensor: torch.Tensor) -> "Fragment":
+        """All elements of a tensor."""
+        return cls(kind, name, tensor.detach().reshape(-1), [(0, 0, tensor.numel())])
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -72,25 +87,3 @@ def encode_header(specs: Sequence[TensorSpec]) -> bytes:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     return struct.pack("<Q", len(text)) + text
-
-
-def write_stream(
-    descriptor: int, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]
-) -> tuple[str, dict[str, str]]:
-    """Write the tensors as they arrive; return the SHA-256 of the whole file and of each tensor's bytes.
-
-    `tensors` must yield exactly the tensors of `specs`, in their order, and is run to its end (it may hold collectives
-    that other ranks wait for). Raises ValueError if one differs from its specification.
-    """
-    header = encode_header(specs)
-    file_digest = hashlib.sha256(header)
-    tensor_digests = {}
-    write_all(descriptor, header)
-    for spec, (name, tensor) in zip(specs, tensors, strict=True):
-        if TensorSpec.of(name, tensor) != spec:
-            raise ValueError(f"Expected {spec}, got {TensorSpec.of(name, tensor)}.")
-        data = tensor_bytes(tensor)
-        file_digest.update(data)
-        tensor_digests[name] = hashlib.sha256(data).hexdigest()
-        write_all(descriptor, data)
-    return file_digest.hexdigest(), tensor_digests

@@ -51,6 +51,11 @@ def _problems(config: Config):
             f"monitor.histogram_every_steps must be a multiple of monitor.log_every_steps, but "
             f"{config.monitor.histogram_every_steps} is none of {config.monitor.log_every_steps}."
         )
+    if (config.checkpoint.local_folder is None) != (config.checkpoint.local_every_steps == 0):
+        yield (
+            f"checkpoint.local_folder ({config.checkpoint.local_folder}) and checkpoint.local_every_steps "
+            f"({config.checkpoint.local_every_steps}) must be set together."
+        )
     yield from _parallel_problems(config)
     if data.folder == data.input_folder:
         yield f"data.folder and data.input_folder are both {data.folder}; shards need a folder of their own."

@@ -237,6 +237,13 @@ class CheckpointConfig(Section):
     """Newest checkpoints that stay."""
     keep_every_steps: NonNegativeInt = 0
     """Checkpoints at multiples of this stay for ever; 0 keeps none beyond `keep_last`."""
+    asynchronous: bool = True
+    """Write behind training, from a copy in host memory: 12 bytes for every parameter that a process saves."""
+    local_folder: Path | None = None
+    """Folder on a disk or in the memory of every node, for more frequent checkpoints that go with the node; they take
+    another copy in host memory."""
+    local_every_steps: NonNegativeInt = 0
+    """Steps between those; needs `local_folder`."""
 
 
 class MonitorConfig(Section):

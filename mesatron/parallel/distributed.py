@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import itertools
 import os
 import re
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -26,11 +27,16 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class World:
-    """This process among all processes of the run."""
+    """This process among all processes of the run.
+
+    store: where they met. numbers: for what they do there, each the next one at the same point.
+    """
 
     rank: int
     size: int
     device: torch.device
+    store: dist.Store = field(default_factory=dist.HashStore)
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
     def is_first(self) -> bool:
@@ -117,9 +123,9 @@ def start() -> World:
         torch.cuda.set_device(device)
     else:
         device, backend = torch.device("cpu"), "gloo"
-    # A process alone needs no port: a store in memory cannot collide with another run on the machine.
-    store = dist.HashStore() if size == 1 else None
     try:
+        # A process alone needs no port: a store in memory cannot collide with another run on the machine.
+        store = dist.HashStore() if size == 1 else _meet(rank, size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
     except dist.DistError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -127,7 +133,14 @@ def start() -> World:
             f"Process {rank} cannot meet the {size - 1} others at {address} ({' '.join(str(error).split())[:200]}); "
             "check that all nodes reach that address."
         ) from None
-    return World(rank, size, device)
+    return World(rank, size, device, store)
+
+
+def _meet(rank: int, size: int) -> dist.Store:
+    """The store of all processes, at the address that the launcher gave."""
+    store, *_ = next(dist.rendezvous("env://", rank, size, timeout=COLLECTIVE_TIMEOUT))
+    store.set_timeout(COLLECTIVE_TIMEOUT)
+    return store
 
 
 def is_lost_peer(error: BaseException) -> bool:

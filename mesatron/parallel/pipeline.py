@@ -127,10 +127,9 @@ class PipelineEngine(ZeroEngine):
         number = int(layer) - 1
         return f"blocks.{number}.{rest}" if number < self.config.model.layers else f"norm.{rest}"
 
-    def owned(self) -> list[str]:
-        own = [name for name in self.parameters if self.layout.pipeline.rank == 0 or not name.startswith(EMBEDDING)]
-        processes = self.layout.world.size // self.layout.pipeline.size
-        return own[self.layout.world.rank % processes :: processes]
+    def _saves(self, name: str) -> bool:
+        tied_copy = name.startswith(EMBEDDING) and self.layout.pipeline.rank > 0
+        return super()._saves(name) and not tied_copy
 
     def blocks(self) -> dict[int, nn.Module]:
         return {int(n) - 1: b for n, b in self.engine.module.named_children() if isinstance(b, StageBlock)}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -38,13 +38,24 @@ class Share:
         filled = F.pad(value, [0, 0] * (value.ndim - 1 - self.dimension) + [0, beyond])
         return filled.narrow(self.dimension, self.group.rank * length, length)
 
-    def join(self, part: Tensor) -> Tensor:
-        """The whole tensor, in every process of the group; all of them must call it."""
+    def stretches(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Where elements `start` to `stop` of this process's part, in row-major order, lie in the whole tensor.
+
+        Yields (element of the whole, element counted from `start`, number of elements); what reaches beyond the whole
+        lies nowhere and is left out.
+        """
         if self.dimension is None:
-            return part
-        parts = [torch.empty_like(part) for _ in range(self.group.size)]
-        dist.all_gather(parts, part.contiguous(), group=self.group.handle)
-        return torch.cat(parts, self.dimension).narrow(self.dimension, 0, self.whole[self.dimension])
+            rows, row, whole_row, first = 1, self.local.numel(), self.whole.numel(), 0
+            real = row
+        else:
+            inner = math.prod(self.whole[self.dimension + 1 :])
+            row, whole_row = self.local[self.dimension] * inner, self.whole[self.dimension] * inner
+            rows, first = self.local.numel() // row, self.group.rank * row
+            real = min(row, whole_row - first)
+        for number in range(start // row, min(-(-stop // row), rows)):
+            begin, end = max(start, number * row), min(stop, number * row + real)
+            if begin < end:
+                yield number * whole_row + first + begin - number * row, begin - start, end - begin
 
 
 def share_of(model: ModelConfig, tensor_size: int) -> ModelConfig:

@@ -1,7 +1,7 @@
 """The model under DeepSpeed: one optimizer step, and its whole state as plain logical tensors.
 
 DeepSpeed keeps fp32 weights and Adam moments in flat shards whose form depends on the ZeRO stage. Only this file knows
-those forms: `gather` turns them into whole tensors by parameter name, `restore` puts whole tensors back.
+those forms: `fragments` says which elements of which parameter this process holds, `restore` fills them again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,14 +22,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 
 import deepspeed
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
-)
+from deepspeed.utils import safe_get_full_fp32_param
 from mesatron_data.batch import Batch
 from torch import Tensor, nn
 
@@ -41,8 +35,9 @@ from mesatron.train.timing import PhaseTimer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weight", *MOMENTS)
-TensorSource = Callable[[str, str], Tensor]
-"""kind (one of KINDS) and parameter name to the whole fp32 tensor."""
+ElementSource = Callable[[str, str, int, int], Tensor]
+"""kind (one of KINDS), parameter name, start and stop to these elements of this process's share: flat, fp32, on the
+host, with zeros beyond its end."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ class ZeroEngine:
         self.accumulation_steps = accumulation_steps
         self.stage = config.parallel.zero_stage
         self.alive: Callable[[], None] = lambda: None
-        """Called for every tensor that is gathered or restored."""
+        """Called for every tensor that is restored."""
         self.seams = SharedSeams(config, layout)
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         model, unit = self._build()
@@ -88,10 +83,6 @@ class ZeroEngine:
     def _whole_name(self, name: str) -> str:
         """The name in a whole Backbone of a parameter of this process's model."""
         return name
-
-    def owned(self) -> list[str]:
-        """The parameters whose whole tensors this process writes into checkpoints."""
-        return list(self.whole)[self.layout.world.rank :: self.layout.world.size]
 
     def shapes(self) -> dict[str, torch.Size]:
         """Whole shape of every parameter of the model, in an order that is the same in every process."""
@@ -180,24 +171,53 @@ class ZeroEngine:
         for state in self.engine.basic_optimizer.state.values():
             state["step"].fill_(steps)
 
-    def gather(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole fp32 tensor of one of KINDS for every parameter; every process must go through all of it."""
+    def fragments(self) -> Iterator[tuple[str, str, int, Tensor]]:
+        """What this process saves: kind, parameter name, first element, and the live flat fp32 elements from there on.
+
+        Elements are counted in this process's share; those beyond its end mean nothing. All processes together save
+        everything once.
+        """
         for name, parameter in self.parameters.items():
-            self.alive()
-            yield name, self.shares[name].join(self._part(parameter, kind))
+            if self._saves(name):
+                for kind in KINDS:
+                    yield kind, name, *self._own(parameter, kind, self.layout.copies.size)
+
+    def kept(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Kind, parameter name and live flat fp32 elements of all that this process keeps, whoever has them too."""
+        for name, parameter in self.parameters.items():
+            for kind in KINDS:
+                _, own = self._own(parameter, kind)
+                yield kind, name, own
 
     @torch.no_grad()
-    def restore(self, source: TensorSource, kinds: tuple[str, ...] = KINDS) -> None:
-        """Replace tensors by those of `source`; the moments exist only after the first optimizer step.
+    def restore_kept(self, source: Callable[[str, str], Tensor]) -> None:
+        """Replace what `kept` gives by what `source` gives for kind and name; all processes call it together."""
+        self._link_moments()
+        for kind, name, own in self.kept():
+            own.copy_(source(kind, name))
+        for parameter in self.parameters.values():
+            self._refresh(parameter, partial(safe_get_full_fp32_param, parameter))
 
-        Each process reads whole tensors and keeps its part, so the number of processes and the ZeRO stage may differ
-        from those that wrote them.
+    @torch.no_grad()
+    def restore(self, source: ElementSource, kinds: tuple[str, ...] = KINDS) -> None:
+        """Replace what this process holds by elements of `source`; moments exist only after the first optimizer step.
+
+        The number of processes and the ZeRO stage may differ from those that saved them.
         """
         self._link_moments()
         for name, parameter in self.parameters.items():
             self.alive()
+            size = self.shares[name].local.numel()
             for kind in kinds:
-                self._write(parameter, kind, self.shares[name].cut(source(kind, name)).to(self.device))
+                start, own = self._own(parameter, kind)
+                if kind == "weight" and self.stage in (1, 2):  # whose working copy needs all of it anyway
+                    whole = source(kind, name, 0, size)
+                    own.copy_(whole[start : start + len(own)])
+                    self._refresh(parameter, partial(whole.view, -1))
+                    continue
+                own.copy_(source(kind, name, start, start + len(own)))
+                if kind == "weight":
+                    self._refresh(parameter, partial(source, kind, name, 0, size))
 
     def _mark_shares(self) -> None:
         """Tell DeepSpeed which gradients differ over the tensor group; sum there what each member sees in part."""
@@ -229,39 +249,38 @@ class ZeroEngine:
             self.engine.optimizer._hp_optimizer_states_linked = False
             self.engine.optimizer._lazy_init_hp_params_optimizer_state()
 
-    def _part(self, parameter: nn.Parameter, kind: str) -> Tensor:
+    def _saves(self, name: str) -> bool:
+        """Whether this process's copy of a parameter is the one that is saved; ZeRO's copies share that out."""
+        return self.shares[name].dimension is not None or self.layout.tensor.rank == 0
+
+    def _own(self, parameter: Any, kind: str, slices: int = 1) -> tuple[int, Tensor]:
+        """First element and live flat fp32 elements of a parameter that this process keeps.
+
+        Stage 0 keeps all of it in every copy: the copies take one of `slices` equal parts each.
+        """
+        copies, key = self.layout.copies, None if kind == "weight" else kind
         if self.stage == 0:
-            own = parameter if kind == "weight" else self.engine.basic_optimizer.state[parameter][kind]
-            return own.detach()
-        if kind == "weight":
-            return safe_get_full_fp32_param(parameter)
-        return safe_get_full_optimizer_state(parameter, kind)
-
-    def _write(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
+            own = parameter.detach() if key is None else self.engine.basic_optimizer.state[parameter][key]
+            size = -(-own.numel() // slices)
+            start = size * copies.rank if slices > 1 else 0
+            return start, own.view(-1)[start : start + size]
         if self.stage == 3:
-            self._write_partition(parameter, kind, value)
-        elif kind == "weight":
-            parameter.copy_(value)  # the working copy, in bf16 where that is the precision
-            if self.stage:
-                safe_set_full_fp32_param(parameter, value)
-        elif self.stage:
-            safe_set_full_optimizer_state(parameter, value, kind)
-        else:
-            self.engine.basic_optimizer.state[parameter][kind].copy_(value)
+            own, _ = self.engine.optimizer._get_fp32_opt_state_partition(parameter, True, key)
+            return copies.rank * len(own), own
+        fragment = parameter._hp_mapping
+        if fragment is None:
+            return 0, torch.empty(0)
+        return fragment.lp_fragment_address.start, fragment.get_hp_fragment(key).detach()
 
-    def _write_partition(self, parameter: Any, kind: str, value: Tensor) -> None:
-        # DeepSpeed's own setter for whole tensors reads past the end of those that do not divide by the processes.
-        size = parameter.ds_tensor.numel()
-        copies = self.layout.copies
-        padded = nn.functional.pad(value.flatten(), (0, size * copies.size - value.numel()))
-        own = padded[copies.rank * size : (copies.rank + 1) * size]
-        if kind != "weight":
-            safe_set_local_optimizer_state(parameter, own, kind)
-            return
-        safe_set_local_fp32_param(parameter, own)
-        parameter.ds_tensor.data.copy_(own)
-        if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # small parameters stay whole in every process
-            parameter.data.copy_(value)
+    def _refresh(self, parameter: Any, whole: Callable[[], Tensor]) -> None:
+        """Bring a parameter's working copies in line with its fp32 elements, all of which `whole` gives."""
+        if self.stage in (1, 2):
+            parameter.copy_(whole().view_as(parameter))
+        elif self.stage == 3:
+            _, own = self._own(parameter, "weight")
+            parameter.ds_tensor.data.copy_(own)
+            if parameter.ds_status == ZeroParamStatus.AVAILABLE:  # kept whole in every process
+                parameter.data.copy_(whole().view(parameter.ds_shape))
 
     def _optimizer(self) -> torch.optim.Optimizer:
         train = self.config.train

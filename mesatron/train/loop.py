@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,10 +45,11 @@ from mesatron.parallel.engine import build_engine
 from mesatron.parallel.layout import lay_out
 from mesatron.train.data import open_data
 from mesatron.train.environment import describe_environment
+from mesatron.train.local import find_local, make_local_saver
 from mesatron.train.nonfinite import dump_first_bad_layer
 from mesatron.train.run import ResumePoint, Run
 from mesatron.train.schedule import learning_rate
-from mesatron.train.snapshot import StartState, save
+from mesatron.train.snapshot import StartState, generator_states, make_saver
 from mesatron.train.spikes import Rewind, SpikeDetector
 from mesatron.train.stop import StopFlag, agreed
 from mesatron.train.timing import PhaseTimer
@@ -67,14 +69,17 @@ def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow
     reason, exit_code, together = "finished", 0, True
     try:
         environment = world.from_first(lambda: describe_environment(world))
-        start = world.from_first(lambda: run.open(environment, allow_changes))
+        local, passed_over = find_local(config, world)
+        start = world.from_first(lambda: run.open(environment, allow_changes, local))
+        start.notes.extend(passed_over)
         run.check_shared()
         stacks = config.run_folder / "stacks" / f"{start.attempt}-rank-{world.rank}.txt"
         watchdog = Watchdog(config.train.watchdog_seconds, stacks, run.close)
         if stop_at_step and start.step >= stop_at_step and start.step < config.train.steps:
             raise world.raised_by_all(_stopped(start.step, config))
         if start.step < config.train.steps:
-            Trainer(config, world, run, watchdog, start, environment, allow_changes).train(stop_at_step)
+            own = local.path if local and start.local else start.checkpoint
+            Trainer(config, world, run, watchdog, start, own, environment, allow_changes).train(stop_at_step)
         elif world.is_first:
             Log().print(f"{config.run_folder} is complete: step {start.step} of {config.train.steps} is saved.")
     except BaseException as error:
@@ -104,17 +109,17 @@ PROBE_TOLERANCES = {"fp32": 1e-4, "bf16": 2e-3}
 
 
 class Trainer:
-    """One attempt at a run, in one of its processes."""
+    """One attempt at a run, in one of its processes, for which `checkpoint` is what `start` goes on from."""
 
     def __init__(
-        self, config: Config, world: World, run: Run, watchdog: Watchdog, start: ResumePoint,
+        self, config: Config, world: World, run: Run, watchdog: Watchdog, start: ResumePoint, checkpoint: Path | None,
         environment: dict[str, Any], allow_changes: bool,
     ) -> None:  # fmt: skip
         self.texts = {"config.yaml": dump_config(config), "environment.json": json.dumps(environment, indent=1) + "\n"}
         self.kernels = world.from_first(lambda: choose_kernels(config, world.device))
         self.config = with_kernels(config, self.kernels.implementation)
         self.world, self.run, self.watchdog, self.start = world, run, watchdog, start
-        self.allow_changes = allow_changes
+        self.checkpoint, self.allow_changes = checkpoint, allow_changes
         watchdog.begin("checking data and kernels", START_SECONDS)
         data_size = world.from_first(lambda: data_parallel_size(config, world.size))
         self.accumulation_steps = world.from_first(lambda: accumulation_steps(config, data_size))
@@ -148,7 +153,7 @@ class Trainer:
         """Train from `self.start` to `last_step`, an agreed end or a spike."""
         with ExitStack() as stack:
             self.watchdog.begin("restoring")
-            origin = StartState(self.start.checkpoint, self.engine, self.config)
+            origin = StartState(self.checkpoint, self.engine, self.config, self.start.local)
             origin.restore(self.world)
             self._restore_counts(origin.state)
             self._open_data(origin.state)
@@ -159,6 +164,12 @@ class Trainer:
                 self.monitor = stack.enter_context(monitor)
                 self.progress = stack.enter_context(Progress(self.config.train.steps, self.start.step))
                 self._announce()
+            saving = (
+                self.config, self.world, self.engine, self.start.attempt, self.run.fence, self._say, self.watchdog.tick
+            )  # fmt: skip
+            self.saver = stack.enter_context(make_saver(*saving))
+            if self.config.checkpoint.local_folder:
+                self.local_saver = stack.enter_context(make_local_saver(*saving, self.start.step))
             self._check_probe(origin.state.get("probe_loss"))
             self.ending = agreed(self.world.sum(*self.run.stop.votes()))
             self.run.ready(self.step, origin.state.get("seconds", {}))
@@ -170,6 +181,9 @@ class Trainer:
                 if self._due(self.config.checkpoint.every_steps) or self.step == last_step:
                     with self.run.ledger.during("checkpoint"):
                         self._save()
+                elif self.config.checkpoint.local_folder and self._due(self.config.checkpoint.local_every_steps):
+                    with self.run.ledger.during("checkpoint"):
+                        self._save_locally()
             if self.ending is FencedError:
                 fenced = self.run.stop.error(FencedError, self.step, self.config)
                 self._decide(str(fenced))
@@ -200,6 +214,7 @@ class Trainer:
         spike = Rewind(first_step, self.step, 0, [number for number, _ in suspects], samples)
         what = self.detector.describe(first_step, self.loss)
         self.start = self.world.from_first(lambda: self.run.go_back(self.start.attempt, spike, what))
+        self.checkpoint = self.start.checkpoint
 
     def _next_batch(self) -> Batch:
         """This process's share of the next global batch that is not left out."""
@@ -215,9 +230,12 @@ class Trainer:
         micro_batches = [self.layout.piece(part) for part in batch.split(self.config.train.micro_batch_size)]
         own_targets = float(sum((part.targets != IGNORED_TARGET).sum() for part in micro_batches))
         own_checksum = _checksum(batch.sample_ids) / self.layout.context.size
-        targets, checksum, loss_sum_before, *votes = self.layout.sum(
-            own_targets, own_checksum, self.own_loss_sum, from_all=self.run.stop.votes()
+        targets, checksum, loss_sum_before, failed, *votes = self.layout.sum(
+            own_targets, own_checksum, self.own_loss_sum, float(self.saver.failed), from_all=self.run.stop.votes()
         )
+        if failed:
+            self.saver.finish()
+        self.saver.report()
         self.ending = agreed(votes)
         if self.step > self.start.step:
             self.loss = loss_sum_before / self.targets
@@ -311,22 +329,31 @@ class Trainer:
         """A checkpoint of this step; what was recorded up to it reaches the disk first, or a kill would lose points."""
         self.watchdog.begin(f"saving step {self.step}")
         self.world.from_first(lambda: self.monitor.flush())
-        begin = time.perf_counter()
-        state = {
+        state = self._state() | {"probe_loss": self._probe()}
+        self.saver.save(self.step, generator_states(self.world), state, self.texts)
+        self.saved_step = self.step
+
+    def _save_locally(self) -> None:
+        """The same on this node; as only this layout can go on from it, there is nothing to prove with a loss."""
+        self.watchdog.begin(f"saving step {self.step} on the nodes")
+        self.world.from_first(lambda: self.monitor.flush())
+        self.local_saver.save(self.step, generator_states(self.world), self._state(), self.texts)
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors, the same in all processes."""
+        return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
             "seconds": self.run.ledger.read(),
             "recent_losses": self.detector.recent,
+            "optimizer_steps": self.engine.optimizer_steps,
             "data": self.data_state,
             "tokenizer_sha256": self.manifest.tokenizer_sha256,
-            "probe_loss": self._probe(),
             "world_size": self.world.size,
+            "attempt": self.start.attempt,
         }
-        path = save(self.engine, self.config, self.world, self.start.attempt, state, self.texts)
-        self.saved_step = self.step
-        self._say(f"step {self.step}: saved {path} in {time.perf_counter() - begin:.1f} s")
 
     def _rehearse(self) -> None:
         """A throw-away optimizer step on random tokens: running out of memory shows now, and the moments come to be.

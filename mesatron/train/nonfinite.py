@@ -19,6 +19,7 @@ from mesatron.config import Config, dump_config
 from mesatron.files import replace_file
 from mesatron.parallel.layout import Layout
 from mesatron.parallel.zero import ZeroEngine
+from mesatron.train.snapshot import whole_weights
 
 EMBEDDING, OUTPUT = "embedding", "output"
 """Names of the layers before the first block and after the last one: final norm, embedding and loss."""
@@ -123,7 +124,8 @@ def dump_first_bad_layer(
     position, rank = place
     layer, direction = layer_at(position, config.model.layers)
     prefixes = {EMBEDDING: ("embedding.",), OUTPUT: ("norm.", "embedding.")}.get(layer, (f"{layer}.",))
-    parameters = {f"parameter/{name}": tensor for name, tensor in engine.gather("weight") if name.startswith(prefixes)}
+    weights = whole_weights(engine, layout.world, prefixes)
+    parameters = {f"parameter/{name}": tensor for name, tensor in weights.items()}
     path = config.run_folder / "nonfinite" / f"step-{step:08d}" / f"rank-{rank:05d}.safetensors"
     if layout.world.rank == rank and culprit is not None:
         about = {

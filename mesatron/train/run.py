@@ -13,7 +13,7 @@ from typing import Any
 
 from mesatron.checkpoint.format import LATEST, set_aside
 from mesatron.checkpoint.retention import remove_leftovers
-from mesatron.checkpoint.verify import find_latest, list_checkpoints
+from mesatron.checkpoint.verify import CheckpointInfo, find_latest, list_checkpoints
 from mesatron.config import Config, changed_keys, dump_config, load_config
 from mesatron.errors import CheckpointError, ConfigError, LossSpikeError, PreemptedError, StoppedEarly
 from mesatron.files import replace_file
@@ -43,13 +43,17 @@ FIXED_KEYS = (
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where an attempt begins or goes back to: a checkpoint that verifies, or step 0; `notes` say why, a line each."""
+    """Where an attempt begins or goes back to: a checkpoint that verifies, or step 0; `notes` say why, a line each.
+
+    local: `checkpoint` is the first process's part of one that lies on the nodes.
+    """
 
     checkpoint: Path | None = None
     step: int = 0
     attempt: str = ""
     notes: list[str] = field(default_factory=list)
     skipped: Skipped = field(default_factory=Skipped)
+    local: bool = False
 
 
 class Run:
@@ -63,8 +67,10 @@ class Run:
         self._lock: int | None = None
         self._was_ready = False
 
-    def open(self, environment: dict[str, Any], allow_changes: bool) -> ResumePoint:
-        """Take the folder, decide where to go on and log the attempt.
+    def open(
+        self, environment: dict[str, Any], allow_changes: bool, local: CheckpointInfo | None = None
+    ) -> ResumePoint:
+        """Take the folder, decide where to go on and log the attempt; `local` is taken if it is newer.
 
         Raises ConfigError when another process trains in it or when keys changed that alter the result, unless
         `allow_changes`; CheckpointError when the model itself changed or none of the checkpoints verifies.
@@ -79,6 +85,9 @@ class Run:
         checkpoints = self.folder / "checkpoints"
         latest, skipped = find_latest(checkpoints)
         unreadable = [info for info in skipped if info.path.name.startswith("step-")]
+        newer_local = local is not None and (latest is None or local.step > latest.step)
+        if newer_local:
+            latest = local
         if latest is None and unreadable:
             newest = unreadable[0]
             raise CheckpointError(
@@ -111,7 +120,8 @@ class Run:
                 notes.append(f"{info.path.name} now lies in {set_aside(info.path, 'damaged', identifier)}.")
         replace_file(self.folder / "config.yaml", [dump_config(self.config).encode()])
         replace_file(self.folder / "environment.json", [json.dumps(environment, indent=1).encode() + b"\n"])
-        return ResumePoint(latest.path if latest else None, step, identifier, notes, Skipped.read(self.folder))
+        left_out = Skipped.read(self.folder)
+        return ResumePoint(latest.path if latest else None, step, identifier, notes, left_out, newer_local)
 
     def go_back(self, attempt: str, spike: Rewind, what: str) -> ResumePoint:
         """Undo a spike in the first process: remove the checkpoints from the step before it on, leave its batches out.

@@ -1,75 +1,92 @@
-"""The training state on disk: all processes save together, and any number of them can go on from it."""
+"""The training state as tensors of a checkpoint, and back: any number of processes can go on from what others saved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mesatron.checkpoint.reader import CheckpointReader
-from mesatron.checkpoint.retention import prune
-from mesatron.checkpoint.tensors import TensorSpec
-from mesatron.checkpoint.writer import CheckpointWriter
+from mesatron.checkpoint.tensors import Fragment, TensorSpec
 from mesatron.config import Config
 from mesatron.model.parameter import initial_value
 from mesatron.parallel.distributed import World
 from mesatron.parallel.zero import KINDS, MOMENTS, ZeroEngine
+from mesatron.train.saver import Saver
 
 
-def save(
-    engine: ZeroEngine, config: Config, world: World, attempt: str, state: dict[str, Any], texts: dict[str, str]
-) -> Path:
-    """Write the checkpoint of `state["step"]` and remove those that retention no longer keeps.
+def make_saver(
+    config: Config, world: World, engine: ZeroEngine, attempt: str, fence: Callable[[], None],
+    say: Callable[[str], None], alive: Callable[[], None],
+) -> Saver:  # fmt: skip
+    """What saves the run's checkpoints, see Saver."""
+    folder, specs = config.run_folder / "checkpoints", specifications(engine, world)
+    return Saver(folder, config.checkpoint, world, attempt, specs, lambda: fragments(engine), fence, say, alive)
 
-    Tensor i is written by process i modulo their number; no process holds more than one whole tensor at a time.
-    `state` and `texts` (config.yaml, environment.json) are the first process's.
-    """
-    root, step = config.run_folder / "checkpoints", state["step"]
-    writer = CheckpointWriter(root, step, world.rank, world.size, attempt)
+
+def specifications(engine: ZeroEngine, world: World) -> dict[str, list[TensorSpec]]:
+    """All tensors of a checkpoint by kind, the same in every process."""
+    shapes = engine.shapes().items()
+    return {
+        "weights": [TensorSpec(name, tuple(shape)) for name, shape in shapes],
+        "optimizer": [TensorSpec(f"{kind}/{name}", tuple(shape)) for kind in MOMENTS for name, shape in shapes],
+        "rng": [
+            TensorSpec(_generator_name(rank, name), tuple(state.shape), state.dtype)
+            for name, state in _generators(world).items()
+            for rank in range(world.size)
+        ],
+    }
+
+
+def fragments(engine: ZeroEngine) -> Iterator[Fragment]:
+    """The elements of weights and moments that this process saves, live."""
+    for kind, name, start, values in engine.fragments():
+        stretches = engine.shares[name].stretches(start, start + len(values))
+        yield Fragment(*stored_as(kind, name), values, stretches)
+
+
+def whole_weights(engine: ZeroEngine, world: World, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
+    """The whole fp32 weights whose names begin so, on the host, in every process; all call it together."""
+    own = [
+        (fragment.name, list(fragment.stretches), fragment.values.cpu())
+        for fragment in fragments(engine)
+        if fragment.kind == "weights" and fragment.name.startswith(prefixes)
+    ]
+    shares = world.gather(own)
     shapes = engine.shapes()
-    owned = engine.owned()
+    weights: dict[str, Tensor] = {}
+    for name, stretches, values in [piece for share in world.from_first(lambda: shares) for piece in share]:
+        flat = weights.setdefault(name, torch.zeros(shapes[name])).view(-1)
+        for there, here, count in stretches:
+            flat[there : there + count] = values[here : here + count]
+    return weights
 
-    def stream(kind: str, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        own = set(owned)
-        for name, tensor in engine.gather(kind):
-            if name in own:
-                yield prefix + name, tensor.cpu()
 
-    def moments() -> Iterator[tuple[str, Tensor]]:
-        for kind in MOMENTS:
-            yield from stream(kind, f"{kind}/")
-
-    writer.write_tensors("weights", [TensorSpec(n, tuple(shapes[n])) for n in owned], stream("weight", ""))
-    moment_specs = [TensorSpec(f"{kind}/{n}", tuple(shapes[n])) for kind in MOMENTS for n in owned]
-    writer.write_tensors("optimizer", moment_specs, moments())
-    writer.write_rng(_generators(world))
-    writer.finish()
-    world.barrier()
-
-    def commit() -> Path:
-        expected = {"weights": shapes.keys(), "optimizer": [f"{kind}/{n}" for kind in MOMENTS for n in shapes]}
-        path = writer.commit({**state, "optimizer_steps": engine.optimizer_steps}, texts, expected)
-        prune(root, step, config.checkpoint.keep_last, config.checkpoint.keep_every_steps or None, attempt)
-        return path
-
-    return world.from_first(commit)
+def generator_states(world: World) -> list[Fragment]:
+    """A copy of this process's random generators' states."""
+    states = _generators(world).items()
+    return [Fragment.whole("rng", _generator_name(world.rank, name), state) for name, state in states]
 
 
 class StartState:
-    """What training begins from: a checkpoint, or the start values that seed and parameter names give."""
+    """What training begins from: a checkpoint, or the start values that seed and parameter names give.
 
-    def __init__(self, checkpoint: Path | None, engine: ZeroEngine, config: Config) -> None:
-        self._engine, self._config = engine, config
+    own: `checkpoint` is this process's part of a local one (train/local.py).
+    """
+
+    def __init__(self, checkpoint: Path | None, engine: ZeroEngine, config: Config, own: bool = False) -> None:
+        self._engine, self._config, self._own = engine, config, own
         self._reader = CheckpointReader(checkpoint) if checkpoint else None
-        if self._reader:
+        if self._reader and not own:
             self._reader.check_model({name: tuple(shape) for name, shape in engine.shapes().items()})
 
     @property
     def state(self) -> dict[str, Any]:
-        """What `save` was given; empty at a fresh start."""
+        """What was saved with it; empty at a fresh start."""
         return self._reader.state if self._reader else {}
 
     def initialize(self) -> None:
@@ -77,28 +94,44 @@ class StartState:
 
         A first step on these has finite gradients, which those of a checkpoint from a diverged run may not give.
         """
-        self._engine.restore(self._start_value, KINDS[:1])
+        self._engine.restore(self._start_elements, KINDS[:1])
 
     def restore(self, world: World) -> None:
         """Put weights, moments, update count and this process's random generators in place."""
-        self._engine.restore(self._tensor)
+        reader = self._reader
+        if reader and self._own:
+            self._engine.restore_kept(lambda kind, name: reader.tensor(*stored_as(kind, name)))
+        else:
+            self._engine.restore(self._saved_elements if reader else self._start_elements)
         self._engine.optimizer_steps = self.state.get("optimizer_steps", 0)
-        generators = self._reader.rng(world.rank) if self._reader else {}
+        generators = reader.rng(world.rank) if reader else {}
         if "torch" in generators:
             torch.set_rng_state(generators["torch"])
         if "cuda" in generators and world.device.type == "cuda":
             torch.cuda.set_rng_state(generators["cuda"], world.device)
 
-    def _tensor(self, kind: str, name: str) -> Tensor:
-        if not self._reader:
-            return self._start_value(kind, name)
-        return self._reader.tensor(*(("weights", name) if kind == "weight" else ("optimizer", f"{kind}/{name}")))
+    def _saved_elements(self, kind: str, name: str, start: int, stop: int) -> Tensor:
+        assert self._reader
+        values = torch.zeros(stop - start)
+        self._reader.read(*stored_as(kind, name), self._engine.shares[name].stretches(start, stop), values)
+        return values
 
-    def _start_value(self, kind: str, name: str) -> Tensor:
-        whole = self._engine.whole[name]
-        if kind == "weight":
-            return initial_value(name, whole.shape, whole.info, self._config.train.seed)  # type: ignore[attr-defined]
-        return torch.zeros(whole.shape)
+    def _start_elements(self, kind: str, name: str, start: int, stop: int) -> Tensor:
+        if kind != "weight":
+            return torch.zeros(stop - start)
+        whole, seed = self._engine.whole[name], self._config.train.seed
+        value = initial_value(name, whole.shape, whole.info, seed)  # type: ignore[attr-defined]
+        own = self._engine.shares[name].cut(value).reshape(-1)[start:stop]
+        return F.pad(own, (0, stop - start - len(own)))
+
+
+def stored_as(kind: str, name: str) -> tuple[str, str]:
+    """Kind and name in a checkpoint."""
+    return ("weights", name) if kind == "weight" else ("optimizer", f"{kind}/{name}")
+
+
+def _generator_name(rank: int, name: str) -> str:
+    return f"rank-{rank:05d}/{name}"
 
 
 def _generators(world: World) -> dict[str, Tensor]:

@@ -2,18 +2,23 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mesatron.checkpoint.tensors import TensorSpec
+from mesatron.checkpoint.tensors import Fragment, TensorSpec
 from mesatron.checkpoint.writer import CheckpointWriter
+from mesatron.config.schema import CheckpointConfig
+from mesatron.parallel.distributed import World
+from mesatron.train.saver import Saver
 
 # Everything by which this package changes the disk.
-WRITE_POINTS = ("open", "write", "fsync", "rename", "replace", "symlink", "mkdir", "unlink", "rmdir")
+WRITE_POINTS = (
+    "open", "write", "pwrite", "ftruncate", "fsync", "rename", "replace", "symlink", "mkdir", "unlink", "rmdir",
+)  # fmt: skip
 
 
 def weights_of(step: int) -> dict[str, torch.Tensor]:
@@ -23,18 +28,70 @@ def weights_of(step: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def save_step(root: Path, step: int, attempt: str, world_size: int = 2) -> Path:
-    """Save a step: each rank's part in turn, then the commit. Tensors go to the ranks in turn."""
+def tensors_of(step: int, world_size: int) -> dict[str, dict[str, torch.Tensor]]:
+    """All tensors of a step, by kind."""
     weights = weights_of(step)
+    states = {}
+    for rank in range(world_size):
+        states[f"rank-{rank:05d}/torch"] = torch.arange(16, dtype=torch.uint8) + rank
+    for rank in range(world_size):
+        states[f"rank-{rank:05d}/python"] = torch.tensor([rank, -step])
     moments = {f"exp_avg/{name}": 2 * value for name, value in weights.items()}
-    writers = [CheckpointWriter(root, step, rank, world_size, attempt) for rank in range(world_size)]
-    for rank, writer in enumerate(writers):
-        for kind, tensors in {"weights": weights, "optimizer": moments}.items():
-            own = list(tensors.items())[rank::world_size]
-            writer.write_tensors(kind, [TensorSpec.of(name, value) for name, value in own], iter(own))
-        writer.write_rng({"torch": torch.arange(16, dtype=torch.uint8) + rank, "python": torch.tensor([rank, -step])})
-        writer.finish()
-    return writers[0].commit({"tokens": step * 512}, {"config.yaml": "seed: 1\n"}, {"weights": weights.keys()})
+    return {"weights": weights, "optimizer": moments, "rng": states}
+
+
+def specs_of(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, list[TensorSpec]]:
+    return {kind: [TensorSpec.of(name, value) for name, value in named.items()] for kind, named in tensors.items()}
+
+
+def fragments_of(tensors: dict[str, dict[str, torch.Tensor]], rank: int, world_size: int) -> Iterator[Fragment]:
+    """Every world_size-th run of 8 elements of every tensor, the last of which may be shorter."""
+    for kind, named in tensors.items():
+        for name, value in named.items():
+            elements = torch.arange(value.numel())
+            own = elements[elements // 8 % world_size == rank]
+            stretches, here = [], 0
+            for begin in range(8 * rank, value.numel(), 8 * world_size):
+                count = min(8, value.numel() - begin)
+                stretches.append((begin, here, count))
+                here += count
+            yield Fragment(kind, name, value.reshape(-1)[own], stretches)
+
+
+def save_step(root: Path, step: int, attempt: str, world_size: int = 2) -> Path:
+    """Save a step: each rank's part in turn, then the commit. Every tensor is spread over all ranks."""
+    tensors = tensors_of(step, world_size)
+    specs = specs_of(tensors)
+    writers = [CheckpointWriter(root, step, rank, world_size, attempt, specs) for rank in range(world_size)]
+    written = [writer.write(fragments_of(tensors, writer.rank, world_size)) for writer in writers]
+    checked = [writer.checksum() for writer in writers]
+    return writers[0].commit({"tokens": step * 512}, {"config.yaml": "seed: 1\n"}, written, checked)
+
+
+class Training:
+    """One process's training state, which changes all the time, and the saver of its run, in `root`."""
+
+    def __init__(self, root: Path, attempt: str, keep_last: int = 1) -> None:
+        self.live = {name: torch.empty_like(value) for name, value in weights_of(0).items()}
+        specs = specs_of(tensors_of(0, 1))
+        settings, world = CheckpointConfig(keep_last=keep_last), World(0, 1, torch.device("cpu"))
+        self.words: list[str] = []
+        self.saver = Saver(root, settings, world, attempt, specs, self.fragments, lambda: None, self.words.append)
+
+    def fragments(self) -> Iterator[Fragment]:
+        for name, value in self.live.items():
+            yield Fragment.whole("weights", name, value)
+        for name, value in self.live.items():
+            yield Fragment.whole("optimizer", f"exp_avg/{name}", 2 * value)
+
+    def save(self, step: int) -> None:
+        """Begin to save the known weights of `step`, and train on."""
+        for name, value in weights_of(step).items():
+            self.live[name].copy_(value)
+        states = tensors_of(step, 1)["rng"].items()
+        self.saver.save(step, [Fragment.whole("rng", *state) for state in states], {"tokens": step * 512}, {})
+        for value in self.live.values():
+            value.fill_(torch.nan)
 
 
 def die_at(point: int, action: Callable[[], Any]) -> bool:
@@ -51,8 +108,8 @@ def die_at(point: int, action: Callable[[], Any]) -> bool:
                 nonlocal remaining
                 remaining -= 1
                 if remaining < 0:
-                    if name == "write":
-                        real(args[0], bytes(args[1])[: len(args[1]) // 2])
+                    if name in ("write", "pwrite"):
+                        real(args[0], bytes(args[1])[: len(args[1]) // 2], *args[2:])
                     os.kill(os.getpid(), signal.SIGKILL)
                 return real(*args, **kwargs)
 
@@ -76,6 +133,11 @@ def die_at(point: int, action: Callable[[], Any]) -> bool:
 @pytest.fixture
 def save() -> Callable[..., Path]:
     return save_step
+
+
+@pytest.fixture
+def training() -> type[Training]:
+    return Training
 
 
 @pytest.fixture

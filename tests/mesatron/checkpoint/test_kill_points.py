@@ -74,6 +74,36 @@ def test_a_save_killed_anywhere_loses_nothing(tmp_path, save, weights, killed, o
     assert found == {20, 30}
 
 
+def test_a_save_behind_training_killed_anywhere_loses_nothing(tmp_path, save, training, weights, killed):
+    """Two saves by the saver itself, whose thread dies with its process at every point."""
+    prepared = tmp_path / "prepared"
+    save(prepared, 10, "1", world_size=1)
+
+    def train(root: Path) -> None:
+        run = training(root, "2")
+        with run.saver:
+            run.save(20)
+            run.save(30)
+
+    found = []
+    for point in itertools.count():
+        root = tmp_path / f"cut-{point}"
+        shutil.copytree(prepared, root, symlinks=True)
+        died = killed(point, lambda root=root: train(root))
+        found.append(assert_sound(root, weights))
+        if not died:
+            break
+        remove_leftovers(root, "3")
+        run = training(root, "3")
+        with run.saver:
+            run.save(30)
+        assert assert_sound(root, weights) == 30
+        assert {path.name for path in root.iterdir()} == {"step-00000030", "latest"}
+        shutil.rmtree(root)
+    assert found == sorted(found)
+    assert set(found) == {10, 20, 30}
+
+
 def save_on(root: Path, save) -> None:
     latest, _ = find_latest(root)
     for step in itertools.count(latest.step + 1 if latest else 1):

@@ -20,6 +20,8 @@ QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
         (["model.heads=3"], "3 x 64 = 192, not 128"),
         (["train.micro_batch_size=3"], "16 = 5 x 3 + 1"),
         (["train.micro_batch_size=17"], "16 = 0 x 17 + 16"),
+        (["checkpoint.local_every_steps=5"], "checkpoint.local_folder (None) and checkpoint.local_every_steps (5)"),
+        (["checkpoint.local_folder=x"], "checkpoint.local_folder (x) and checkpoint.local_every_steps (0) must be set"),
         (["train.steps=30"], "train.warmup_steps (30) must be fewer than train.steps (30)"),
         (["monitor.log_every_steps=20"], "50 is none of 20"),
         (["train.schedule=wsd", "train.steps=40", "train.decay_fraction=0.3"], "30 + 0.3 x 40 = 42 of 40"),

@@ -19,12 +19,13 @@ world = distributed.start()
 engine = ZeroEngine(config, lay_out(config, world), accumulation_steps=1)
 
 
-def start_value(kind: str, name: str) -> torch.Tensor:
-    value = initial_value(name, engine.shapes()[name], engine.whole[name].info, seed=0)
+def start_values(kind: str, name: str, start: int, stop: int) -> torch.Tensor:
+    value = initial_value(name, engine.shapes()[name], engine.whole[name].info, seed=0).flatten()[start:stop]
+    value = torch.nn.functional.pad(value, (0, stop - start - len(value)))
     return value + 6.9 if name.endswith("gamma.bias") else value
 
 
-engine.restore(start_value, ("weight",))
+engine.restore(start_values, ("weight",))
 tokens = torch.arange(2 * config.data.context_length).view(2, -1) % config.model.vocabulary_size
 engine.losses(tokens, tokens, torch.tensor([0, tokens.shape[1], tokens.numel()]))
 if world.is_first:

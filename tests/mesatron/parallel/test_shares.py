@@ -37,6 +37,31 @@ def test_shares_make_the_whole(size: int) -> None:
         assert beyond.numel() == 0 or name == "embedding.weight"
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("pieces", [1, 4, 7])
+def test_stretches_say_where_the_pieces_of_a_share_lie(size: int, pieces: int) -> None:
+    """Pieces of equal length, the last of which reaches beyond the share, as ZeRO cuts it."""
+    whole = whole_parameters(MODEL)
+    with torch.device("meta"):
+        local = {name: p.shape for name, p in Backbone(share_of(MODEL, size)).named_parameters()}
+    members = [shares(whole, local, Group(rank, size)) for rank in range(size)]
+    for name, parameter in whole.items():
+        value = torch.arange(parameter.numel()) + 1
+        written = torch.zeros_like(value)
+        for share in [member[name] for member in members]:
+            part = share.cut(value.view(parameter.shape)).flatten()
+            length = -(-len(part) // pieces)
+            for start in range(0, pieces * length, length):
+                stretches = list(share.stretches(start, start + length))
+                for there, here, count in stretches:
+                    piece = part[start + here : start + here + count]
+                    assert torch.equal(value[there : there + count], piece)
+                    written[there : there + count] = piece
+                # What no stretch covers is beyond the whole, where `cut` has put zeros.
+                assert sum(count for *_, count in stretches) == int((part[start : start + length] != 0).sum())
+        assert torch.equal(written, value), name
+
+
 def test_heads_stay_whole() -> None:
     """A member's rows of q, gates, convolution, Lambda and output norm belong to the same heads."""
     local = {name: p.shape for name, p in Backbone(share_of(MODEL, 3)).named_parameters()}

@@ -61,7 +61,7 @@ for step in range(2):
     engine.update(parts, 1000.0, 1e-3, PhaseTimer(layout.world.device))
 traffic.__exit__(None, None, None)
 stream.close()
-weights = dict(engine.gather("weight"))
+weights = {name: parameter.detach() for name, parameter in engine.parameters.items()}
 replicated = {name: weights[name].clone() for name, share in engine.shares.items() if share.dimension is None}
 place = (layout.data.rank, layout.context.rank, layout.tensor.rank, layout.pipeline.rank)
 rank = layout.world.rank

@@ -4,6 +4,8 @@ inf=3,4     the last process's gradient is not finite in these steps
 weight=3    a weight of block 1 is so large before step 3 that the block's output overflows
 gradient=3  from step 3 on the gradient that leaves the mixer of block 1 is not finite
 kill=7      the process kills itself in step 7, after its first backward pass of it
+full=7      from step 7 on the last process cannot write to any file, as on a full disk
+deaf=7      from step 7 on the last process cannot reach the store at which all have met
 still=7     step 7 changes nothing, so that what is saved after it is what was restored
 memory=N    N bytes more than at the start of the rehearsal is all the memory there is
 signal=7    the last process sends itself SIGUSR1, SIGTERM and SIGUSR1 while it works on step 7;
@@ -31,8 +33,10 @@ from pathlib import Path
 import torch
 from mesatron_data.batch import Batch
 from mesatron_data.stream import TrainStream
+from torch.distributed import DistNetworkError
 
 import mesatron
+from mesatron.checkpoint.agreement import Agreement
 from mesatron.model.backbone import Block
 from mesatron.parallel.distributed import World
 from mesatron.parallel.zero import ZeroEngine
@@ -45,6 +49,10 @@ now = {"step": 0}
 train_step, rehearse = Trainer._train_step, Trainer._rehearse
 read = TrainStream._read
 backward, set_lr = ZeroEngine.backward, ZeroEngine._set_lr
+
+
+def lose_connection(*_: object) -> None:
+    raise DistNetworkError("connection reset")
 
 
 def lagging(forward: Callable) -> Callable:
@@ -93,12 +101,16 @@ def sabotaged_step(trainer: Trainer) -> bool:
     if fault == "request" and now["step"] in steps and trainer.world.is_first:
         (trainer.config.run_folder / REQUEST_FILE).write_text('{"reason": "enough", "code": 75}')
     if fault == "weight" and now["step"] in steps:
-        weights = dict(trainer.engine.gather("weight"))
-        for name in weights.keys() & {"blocks.1.mlp.down.weight"}:
-            weights[name].fill_(3e38)
-        trainer.engine.restore(lambda _, name: weights[name], ("weight",))
+        kept = {(kind, name): own.clone() for kind, name, own in trainer.engine.kept()}
+        for place in kept.keys() & {("weight", "blocks.1.mlp.down.weight")}:
+            kept[place].fill_(3e38)
+        trainer.engine.restore_kept(lambda kind, name: kept[kind, name])
     if fault == "gradient" and now["step"] in steps and 1 in trainer.engine.blocks():
         trainer.engine.blocks()[1].mixer.register_forward_pre_hook(spoil_gradient)
+    if fault == "full" and now["step"] in steps and trainer.world.rank == trainer.world.size - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    if fault == "deaf" and now["step"] in steps and trainer.world.rank == trainer.world.size - 1:
+        Agreement.tell = Agreement.fail = Agreement.failure = lose_connection
     if fault == "still" and now["step"] in steps:
         trainer.step += 1
         trainer.data_state = trainer.stream.state_dict()

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from mesatron.checkpoint.verify import list_checkpoints
+from mesatron.errors import PeerLostError
 
 SABOTAGE = Path(__file__).with_name("sabotage.py")
 
@@ -221,6 +222,32 @@ def test_a_full_disk_during_a_save_leaves_the_earlier_checkpoints(
         assert run.attempts()[-1]["exit_code"] == 7
     assert train(1, config).exit_code == 0
     assert run.steps() == [2, 4, 6]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_one_process_that_cannot_write_ends_all_at_a_step_boundary(
+    stage: int, config: Path, world: Callable, run_of: Callable
+) -> None:
+    """The second of two, in a run of so many steps that it would notice its end only much later."""
+    run = run_of(config)
+    overrides = [f"parallel.zero_stage={stage}", "train.steps=90", "checkpoint.every_steps=6", "--allow-changes"]
+    outcome = world(2, SABOTAGE, "full=5", "train", config, *overrides)
+    assert outcome.exit_code == 7, outcome.errors
+    (line,) = outcome.error_lines
+    assert line.startswith(f"mesatron: No space left to write {run.path / 'checkpoints/.incomplete-step-00000006'}")
+    assert run.steps() == [2, 4]
+    assert not list((run.path / "checkpoints").glob(".incomplete-*"))
+    assert run.attempts()[-1]["exit_code"] == 7
+    assert 6 <= run.lines()[-1]["step"] <= 12
+
+
+def test_a_process_that_loses_the_others_in_a_save_ends_all(config: Path, world: Callable, run_of: Callable) -> None:
+    """It cannot tell them by the way they agree on a save, but they meet in the steps."""
+    overrides = ["train.steps=90", "checkpoint.every_steps=6", "--allow-changes"]
+    outcome = world(2, SABOTAGE, "deaf=5", "train", config, *overrides)
+    assert outcome.exit_code == PeerLostError.exit_code, outcome.errors
+    assert run_of(config).steps() == [2, 4]
+    assert 6 <= run_of(config).lines()[-1]["step"] <= 12
 
 
 def test_two_trainings_in_one_run_folder(config: Path, train: Callable, run_of: Callable) -> None:

@@ -1,0 +1,171 @@
+"""Checkpoints on nodes: a run that goes on from one equals a run never cut, and what is not whole is passed over.
+
+Runs save locally after steps 2, 4 and 6 and are stopped after step 7. Whatever the shared checkpoint of that step would
+give is removed, so that the local one of step 6 is the newest. Processes on one machine keep apart what nodes would.
+"""
+
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mesatron_data.synthetic import write_shards
+
+from mesatron.checkpoint.tensors import Fragment, TensorSpec
+from mesatron.config.schema import CheckpointConfig
+from mesatron.parallel.distributed import World
+from mesatron.train.local import LocalSaver
+
+EVEN = {"model.width": 24, "model.layers": 3, "model.heads": 4, "model.head_dim": 6, "model.mlp_ratio": 1.5}
+
+
+class Case:
+    """A run with local checkpoints, stopped after step 7 of 9."""
+
+    def __init__(self, folder: Path, write: Callable, data: Path, train: Callable, run_of: Callable, processes: int,
+                 **settings: Any) -> None:  # fmt: skip
+        self.train, self.processes, self.local = train, processes, folder / "nodes"
+        settings = {
+            "train.steps": 9, "train.global_batch_size": 12, "train.micro_batch_size": 1, "checkpoint.every_steps": 100,
+        } | settings  # fmt: skip
+        self.config = write(
+            folder / "cut", data, **settings,
+            **{"checkpoint.local_folder": str(self.local), "checkpoint.local_every_steps": 2},
+        )  # fmt: skip
+        self.run = run_of(self.config)
+        outcome = train(processes, self.config, "--stop-at-step=7")
+        assert outcome.exit_code == 75, outcome.errors
+        shutil.rmtree(self.run.checkpoint(7))
+
+    def parts(self, step: int) -> list[Path]:
+        return sorted(self.local.glob(f"tiny-*/rank-*/step-{step:08d}"))
+
+    def resume(self, *options: str) -> str:
+        outcome = self.train(self.processes, self.config, *options)
+        assert outcome.exit_code == 0, outcome.errors
+        return outcome.output
+
+    def resumed_from(self) -> int | None:
+        return [record["resumed_from"] for record in self.run.attempts() if record["event"] == "start"][-1]
+
+
+@pytest.fixture(scope="module")
+def even_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sequences of 22 tokens, which context and sequence parallelism can halve; vocabulary 101."""
+    return write_shards(tmp_path_factory.mktemp("even") / "shards", 101, 22, {"train": 120, "validation": 9}, seed=6)
+
+
+@pytest.mark.parametrize(
+    ("processes", "settings"),
+    [
+        (3, {"parallel.zero_stage": 0}),
+        (2, {"parallel.zero_stage": 1, "train.precision": "bf16"}),
+        (3, {"parallel.zero_stage": 3, "train.precision": "bf16"}),
+        (4, EVEN | {"parallel.tensor_size": 2, "parallel.zero_stage": 1}),
+        (2, EVEN | {"parallel.pipeline_size": 2}),
+    ],
+    ids=["ZeRO-0", "ZeRO-1", "ZeRO-3", "TP2xDP2", "PP2"],
+)
+def test_a_run_that_goes_on_from_nodes_equals_one_never_cut(
+    processes: int, settings: dict[str, Any], tmp_path: Path, odd_config: Callable, even_data: Path, train: Callable,
+    run_of: Callable,
+) -> None:  # fmt: skip
+    case = Case(tmp_path, odd_config, even_data, train, run_of, processes, **settings)
+    assert len(case.parts(6)) == len(case.parts(4)) == processes
+    assert case.parts(2) == []
+    output = case.resume()
+    assert f"continues {case.parts(6)[0]}" in output
+    assert case.resumed_from() == 6
+
+    whole = tmp_path / "whole"
+    shutil.copytree(case.config.parent, whole)
+    shutil.rmtree(whole / "runs")
+    config = whole / "config.yaml"
+    config.write_text(config.read_text().replace(str(case.config.parent), str(whole)))
+    assert train(processes, config, "checkpoint.local_folder=null", "checkpoint.local_every_steps=0").exit_code == 0
+    assert case.run.checksums(9) == run_of(config).checksums(9)
+    for tag in ("train/loss", "train/grad_norm", "data/samples_checksum"):
+        assert case.run.curve(tag) == run_of(config).curve(tag)
+
+
+def test_only_what_all_processes_have_whole_is_taken(
+    tmp_path: Path, odd_config: Callable, even_data: Path, train: Callable, run_of: Callable
+) -> None:
+    case = Case(tmp_path, odd_config, even_data, train, run_of, 2)
+    saved = tmp_path / "saved"
+    for name in ("cut", "nodes"):
+        shutil.copytree(tmp_path / name, saved / name, symlinks=True)
+
+    def again() -> None:
+        for name in ("cut", "nodes"):
+            shutil.rmtree(tmp_path / name)
+            shutil.copytree(saved / name, tmp_path / name, symlinks=True)
+
+    shutil.rmtree(case.parts(6)[1])
+    assert "Passing over what some processes have of the local checkpoint of step 6" in case.resume()
+    assert case.resumed_from() == 4
+    assert {len(case.parts(step)) for step in (6, 8)} == {2}
+
+    again()
+    (file,) = case.parts(6)[1].glob("optimizer-*")
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert f"Passing over {case.parts(6)[1]}: the checksum of {file.name} differs" in case.resume()
+    assert case.resumed_from() == 4
+
+    again()
+    assert "continues" not in case.resume("parallel.zero_stage=2"), "another layout cannot use them"
+    assert case.resumed_from() is None
+
+    again()
+    shutil.rmtree(case.run.path)
+    case.resume()
+    assert case.resumed_from() is None, "a new run of the same name has nothing to do with them"
+
+    again()
+    outcome = train(1, case.config)
+    assert outcome.exit_code == 0
+    assert case.resumed_from() is None, "neither can another number of processes"
+
+
+def test_the_newer_of_shared_and_local_is_taken(
+    tmp_path: Path, odd_config: Callable, even_data: Path, train: Callable, run_of: Callable
+) -> None:
+    settings = {"checkpoint.every_steps": 3}
+    case = Case(tmp_path, odd_config, even_data, train, run_of, 2, **settings)
+    assert case.parts(6) == [], "step 6 is saved for all"
+    assert case.run.steps() == [3, 6]
+    outcome = train(2, case.config, "--stop-at-step=7")
+    assert f"continues {case.run.checkpoint(6)}" in outcome.output
+    for step in (6, 7):
+        shutil.rmtree(case.run.checkpoint(step))
+    assert f"continues {case.parts(4)[0]}" in case.resume()
+    assert [record["resumed_from"] for record in case.run.attempts() if record["event"] == "start"] == [None, 6, 4]
+    state = json.loads((case.parts(8)[0] / "state.json").read_text())
+    assert (state["step"], state["attempt"]) == (8, "attempt-0003")
+
+
+def test_a_full_node_ends_local_checkpoints_but_not_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    child = os.fork()
+    if child == 0:
+        values, size = torch.zeros(100_000), 100_000
+        saver = LocalSaver(
+            tmp_path, CheckpointConfig(), World(0, 1, torch.device("cpu")), "1",
+            {"weights": [TensorSpec("a", (size,))]}, lambda: [Fragment.whole("weights", "a", values)],
+            lambda: None, lambda words: None,
+        )  # fmt: skip
+        with saver:
+            saver.save(1, [], {}, {})
+            saver.finish()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+            for step in (2, 3, 4):
+                saver.save(step, [], {}, {})
+        os._exit(0 if saver.given_up else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "latest"}
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("mesatron: No space left to write ")

@@ -94,13 +94,17 @@ def train(
     if processes and processes > 1:
         accumulation_steps(config, data_parallel_size(config, processes))
         from mesatron.launch import launch_local
+        from mesatron.train.stop import stop_signals
 
         options = [f"--stop-at-step={stop_at_step}"] if stop_at_step else []
         options += ["--allow-changes"] if allow_changes else []
-        _leave(launch_local(processes, ["train", str(file), *(overrides or []), *options]))
+        _leave(launch_local(processes, ["train", str(file), *(overrides or []), *options], stop_signals(config)))
+    from mesatron.train.stop import StopFlag
+
+    stop = StopFlag(config)  # before the seconds that importing torch takes
     from mesatron.train.loop import train
 
-    train(config, stop_at_step, allow_changes)
+    train(config, stop, stop_at_step, allow_changes)
 
 
 @app.command()

@@ -65,6 +65,24 @@ class StoppedEarly(MesatronError):
     exit_code = 75
 
 
+class PreemptedError(MesatronError):
+    """The cluster asked the run to end; its checkpoint is saved and the same job, started again, continues it."""
+
+    exit_code = 76
+
+
+class HungError(MesatronError):
+    """No step or phase has come to its end within `train.watchdog_seconds`."""
+
+    exit_code = 77
+
+
+class FencedError(MesatronError):
+    """A newer attempt has taken over the run folder, into which this one must not write any more."""
+
+    exit_code = 78
+
+
 REPORTED = (MesatronError, DataError)
 """Faults with an `exit_code` that are reported in one line."""
 

@@ -1,4 +1,4 @@
-"""attempts.jsonl: one line when an attempt at the run starts and one when it ends, with the reason."""
+"""attempts.jsonl: one line when an attempt at the run starts, one when it ends, and one for each decision it takes."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mesatron.errors import FencedError
 from mesatron.files import append_file, replace_file, sync_file, sync_folder
 
 
@@ -18,8 +19,13 @@ class Attempt:
     number: counts the attempts from 1. killed: numbers of earlier attempts that ended without saying so; their ends
     are logged now, with the reason "killed". Raises DiskFullError.
 
-    Lines: {"event": "start", "attempt": 2, "time": <Unix seconds>, "host": ..., "pid": ..., "resumed_from": 100}
-    and {"event": "end", "attempt": 2, "time": ..., "reason": "finished", "exit_code": 0}; both are null if killed.
+    The newest attempt owns the run. An older one may still be alive on a node that the network has lost, where no lock
+    reaches it: before it commits anything it calls `check_newest`.
+
+    Lines: {"event": "start", "attempt": 2, "time": <Unix seconds>, "host": ..., "pid": ..., "resumed_from": 100},
+    {"event": "decision", "attempt": 2, "time": ..., "step": 120, "what": "..."}
+    and {"event": "end", "attempt": 2, "time": ..., "reason": "finished", "exit_code": 0}, where time and exit_code are
+    null if killed.
     """
 
     def __init__(self, path: Path, resumed_from: int | None) -> None:
@@ -42,9 +48,35 @@ class Attempt:
             }
         )
         sync_folder(path.parent)
+        self._examined_bytes = path.stat().st_size
+
+    def check_newest(self) -> None:
+        """Raise FencedError once a newer attempt has started."""
+        with self._path.open("rb") as file:  # opened anew each time: only so does a network file system look again
+            file.seek(self._examined_bytes)
+            news = file.read()
+        whole = news[: news.rfind(b"\n") + 1]
+        for line in whole.splitlines():
+            record = json.loads(line)
+            if record["event"] == "start" and record["attempt"] > self.number:
+                raise FencedError(
+                    f"Attempt {record['attempt']} on {record['host']} has taken over {self._path.parent}, so attempt "
+                    f"{self.number} ends without writing anything more."
+                )
+        self._examined_bytes += len(whole)
+
+    def decide(self, step: int, what: str) -> None:
+        """Log a decision that the run took by itself after `step`."""
+        self._append({"event": "decision", "attempt": self.number, "time": time.time(), "step": step, "what": what})
 
     def end(self, reason: str, exit_code: int) -> None:
-        """Log why this attempt ends, in a few words, and the exit code it ends with."""
+        """Log why this attempt ends, in a few words, and the exit code it ends with; nothing once it is not the newest,
+        which has logged its end already."""
+        with suppress(FencedError):
+            self.check_newest()
+            self._log_end(reason, exit_code)
+
+    def _log_end(self, reason: str, exit_code: int) -> None:
         self._append(
             {
                 "event": "end",

@@ -1,15 +1,18 @@
 """The run's figures, written twice: TensorBoard event files and one line a step in metrics.jsonl."""
 
+from __future__ import annotations
+
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from mesatron.errors import FencedError
 from mesatron.files import append_file, reporting_full_disk, sync_file, sync_folder
 from mesatron.monitor.records import cut_events, cut_metrics
 
@@ -23,9 +26,13 @@ class Monitor:
     A line of metrics.jsonl is `{"step": 12, "time": 1767225600.0, "train/loss": 4.5, ...}`: Unix seconds, and the tags
     of TensorBoard. JSON has no NaN or infinities: they are the strings "NaN", "Infinity" and "-Infinity", which
     Python's float() and most readers of numbers turn back into what they were. Raises DiskFullError.
+
+    fence: called before figures of a further step are written; what it raises keeps the files as they are. Used as a
+    context manager, the files are closed unless FencedError has been raised.
     """
 
-    def __init__(self, run_folder: Path, resume_step: int) -> None:
+    def __init__(self, run_folder: Path, resume_step: int, fence: Callable[[], None] = lambda: None) -> None:
+        self._fence = fence
         self._metrics = run_folder / "metrics.jsonl"
         self._line: dict[str, Any] = {}
         self._written_step = resume_step if resume_step > 0 else -1
@@ -68,12 +75,20 @@ class Monitor:
 
         If the checkpoint counted first, a kill between the two would lose points that no attempt writes again.
         """
+        self._fence()
         self._write_line()
         with reporting_full_disk(self._event_file):
             self._board.flush()
         sync_file(self._event_file)
         if self._metrics.exists():
             sync_file(self._metrics)
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if not isinstance(error, FencedError):
+            self.close()
 
     def close(self) -> None:
         """Flush and close."""
@@ -85,6 +100,7 @@ class Monitor:
             return
         if step <= max(self._written_step, self._line.get("step", -1)):
             raise ValueError(f"Figures of step {step} came after its line in {self._metrics} was written.")
+        self._fence()
         self._write_line()
         self._line = {"step": step, "time": time.time()}
 

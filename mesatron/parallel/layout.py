@@ -6,6 +6,7 @@ groups; DeepSpeed's pipeline topology numbers its processes in the same order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +46,13 @@ class Layout:
         """Whether this process computes losses; without a pipeline every one does."""
         return self.pipeline.rank == self.pipeline.size - 1
 
-    def sum(self, *values: float) -> list[float]:
-        """Each value summed over pieces of the global batch, in float64.
+    def sum(self, *values: float, from_all: Sequence[float] = ()) -> list[float]:
+        """Each value summed over pieces of the global batch, then those `from_all` over all processes, in float64.
 
         Processes that compute the same piece are counted once: of a tensor group the first, of a pipeline the last.
         """
         counted = self.tensor.rank == 0 and self.is_last_stage
-        return self.world.sum(*(value if counted else 0.0 for value in values))
+        return self.world.sum(*(value if counted else 0.0 for value in values), *from_all)
 
     def piece(self, batch: Batch) -> Batch:
         """The tokens of `batch` that this process of its context group works on."""

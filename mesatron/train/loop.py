@@ -21,7 +21,9 @@ from mesatron.config import Config, accumulation_steps, data_parallel_size, dump
 from mesatron.errors import (
     REPORTED,
     CheckpointError,
+    FencedError,
     MemoryExhaustedError,
+    MesatronError,
     NonFiniteError,
     PeerLostError,
     StoppedEarly,
@@ -42,17 +44,19 @@ from mesatron.train.environment import describe_environment
 from mesatron.train.run import ResumePoint, Run
 from mesatron.train.schedule import learning_rate
 from mesatron.train.snapshot import StartState, save
+from mesatron.train.stop import StopFlag, agreed
 from mesatron.train.timing import PhaseTimer
 
 
-def train(config: Config, stop_at_step: int | None = None, allow_changes: bool = False) -> None:
+def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow_changes: bool = False) -> None:
     """Train the run that `config` describes, from its newest checkpoint on if it has one, to its last step.
 
-    Runs in every process. `stop_at_step` saves there and raises StoppedEarly; faults are raised as mesatron.errors has
-    them. In every case attempts.jsonl says how the attempt ended.
+    Runs in every process. Once any of them has been asked to stop, all save the same step and raise StoppedEarly or
+    PreemptedError; `stop_at_step` saves there and raises StoppedEarly. Faults are raised as mesatron.errors has them.
+    In every case attempts.jsonl says how the attempt ended.
     """
     world = distributed.start()
-    run = Run(config)
+    run = Run(config, stop)
     reason, exit_code, together = "finished", 0, True
     try:
         environment = world.from_first(lambda: describe_environment(world))
@@ -61,7 +65,7 @@ def train(config: Config, stop_at_step: int | None = None, allow_changes: bool =
         if stop_at_step and start.step >= stop_at_step and start.step < config.train.steps:
             raise world.raised_by_all(_stopped(start.step, config))
         if start.step < config.train.steps:
-            Trainer(config, world, start, environment, allow_changes).run(stop_at_step)
+            Trainer(config, world, run, start, environment, allow_changes).train(stop_at_step)
         elif world.is_first:
             print(f"{config.run_folder} is complete: step {start.step} of {config.train.steps} is saved.")
     except BaseException as error:
@@ -90,22 +94,24 @@ class Trainer:
     """One attempt at a run, in one of its processes."""
 
     def __init__(
-        self, config: Config, world: World, start: ResumePoint, environment: dict[str, Any], allow_changes: bool
-    ) -> None:
+        self, config: Config, world: World, run: Run, start: ResumePoint, environment: dict[str, Any],
+        allow_changes: bool,
+    ) -> None:  # fmt: skip
         self.texts = {"config.yaml": dump_config(config), "environment.json": json.dumps(environment, indent=1) + "\n"}
         self.kernels = world.from_first(lambda: choose_kernels(config, world.device))
         self.config = with_kernels(config, self.kernels.implementation)
-        self.world, self.start, self.allow_changes = world, start, allow_changes
+        self.world, self.run, self.start, self.allow_changes = world, run, start, allow_changes
         data_size = world.from_first(lambda: data_parallel_size(config, world.size))
         self.accumulation_steps = world.from_first(lambda: accumulation_steps(config, data_size))
         self.layout = lay_out(config, world)
         self.manifest: Manifest = world.from_first(lambda: open_data(config))
         self.timer = PhaseTimer(world.device)
-        self.step = start.step
+        self.step = self.saved_step = start.step
+        self.ending: type[MesatronError] | None = None
         self.tokens_seen = self.skipped_steps = self.skipped_in_a_row = 0
         self.logged_step, self.seconds_since_log = start.step, 0.0
 
-    def run(self, stop_at_step: int | None) -> None:
+    def train(self, stop_at_step: int | None) -> None:
         """Train from the resume point to `stop_at_step` or the last step."""
         last_step = min(self.config.train.steps, stop_at_step or self.config.train.steps)
         with ExitStack() as stack:
@@ -121,33 +127,45 @@ class Trainer:
             stack.callback(self.validation.close)
             stack.callback(self.stream.close)
             if self.world.is_first:
-                self.monitor = Monitor(self.config.run_folder, self.start.step)
-                stack.callback(self.monitor.close)
+                monitor = Monitor(self.config.run_folder, self.start.step, self.run.fence)
+                self.monitor = stack.enter_context(monitor)
                 self.progress = stack.enter_context(Progress(self.config.train.steps, self.start.step))
                 self._announce()
             self._check_probe(origin.state.get("probe_loss"))
-            if self.step == 0:
+            self.ending = agreed(self.world.sum(*self.run.stop.votes()))
+            if self.step == 0 and not self.ending:
                 self._validate()
-            while self.step < last_step:
-                self._train_step()
+            while self.step < last_step and self._train_step():
                 if self._due(self.config.evaluate.every_steps):
                     self._validate()
                 if self._due(self.config.checkpoint.every_steps) or self.step == last_step:
                     self._save()
+            if self.ending is FencedError:
+                fenced = self.run.stop.error(FencedError, self.step, self.config)
+                self.run.decide(self.step, str(fenced))
+                raise self.world.raised_by_all(fenced)
+            if self.ending and self.step > self.saved_step:
+                self._save()
         if self.step < self.config.train.steps:
-            raise self.world.raised_by_all(_stopped(self.step, self.config))
+            error = self.run.stop.error(self.ending, self.step, self.config) if self.ending else None
+            raise self.world.raised_by_all(error or _stopped(self.step, self.config))
 
-    def _train_step(self) -> None:
-        """One optimizer step on one global batch."""
+    def _train_step(self) -> bool:
+        """One optimizer step on one global batch; False if all have agreed to end before it."""
         begin = time.perf_counter()
         with self.timer.phase("data"):
             batch = next(self.stream)
         micro_batches = [self.layout.piece(part) for part in batch.split(self.config.train.micro_batch_size)]
         own_targets = float(sum((part.targets != IGNORED_TARGET).sum() for part in micro_batches))
-        targets, checksum = self.layout.sum(own_targets, _checksum(batch.sample_ids) / self.layout.context.size)
+        own_checksum = _checksum(batch.sample_ids) / self.layout.context.size
+        targets, checksum, *votes = self.layout.sum(own_targets, own_checksum, from_all=self.run.stop.votes())
+        self.ending = agreed(votes)
+        if self.ending:
+            return False
         lr = learning_rate(self.config.train, self.step + 1)
         loss_sum, result = self.engine.update(micro_batches, targets, lr, self.timer)
         self.step += 1
+        self.data_state = self.stream.state_dict()
         self.tokens_seen += self.config.tokens_per_step
         self.seconds_since_log += time.perf_counter() - begin
         self._count_skipped(result.applied)
@@ -156,6 +174,7 @@ class Trainer:
             observed = self._observe()
             if self.world.is_first:
                 self._log(global_loss_sum / targets, lr, result.grad_norm, checksum, *observed)
+        return True
 
     def _count_skipped(self, applied: bool) -> None:
         if applied:
@@ -208,20 +227,20 @@ class Trainer:
 
     def _save(self) -> None:
         """A checkpoint of this step; what was recorded up to it reaches the disk first, or a kill would lose points."""
-        if self.world.is_first:
-            self.monitor.flush()
+        self.world.from_first(lambda: self.monitor.flush())
         begin = time.perf_counter()
         state = {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
-            "data": self.stream.state_dict(),
+            "data": self.data_state,
             "tokenizer_sha256": self.manifest.tokenizer_sha256,
             "probe_loss": self._probe(),
             "world_size": self.world.size,
         }
         path = save(self.engine, self.config, self.world, self.start.attempt, state, self.texts)
+        self.saved_step = self.step
         self._say(f"step {self.step}: saved {path} in {time.perf_counter() - begin:.1f} s")
 
     def _rehearse(self) -> None:
@@ -254,6 +273,7 @@ class Trainer:
         )  # fmt: skip
         if "data" in state:
             self.stream.load_state_dict(state["data"])
+        self.data_state = self.stream.state_dict()
 
     def _due(self, every_steps: int) -> bool:
         return self.step % every_steps == 0 or self.step == self.config.train.steps

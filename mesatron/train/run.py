@@ -13,9 +13,10 @@ from mesatron.checkpoint.format import set_aside
 from mesatron.checkpoint.retention import remove_leftovers
 from mesatron.checkpoint.verify import find_latest
 from mesatron.config import Config, changed_keys, dump_config, load_config
-from mesatron.errors import CheckpointError, ConfigError
+from mesatron.errors import CheckpointError, ConfigError, PreemptedError, StoppedEarly
 from mesatron.files import replace_file
 from mesatron.monitor.attempts import Attempt
+from mesatron.train.stop import StopFlag
 
 # Keys that may change between attempts: what a run computes does not depend on them, beyond rounding.
 FREE_KEYS = (
@@ -47,8 +48,8 @@ class ResumePoint:
 class Run:
     """The first process's hold on a run folder, from `open` to `close`."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, stop: StopFlag) -> None:
+        self.config, self.stop = config, stop
         self.folder = config.run_folder
         self.attempt: Attempt | None = None
         self._lock: int | None = None
@@ -85,6 +86,7 @@ class Run:
                 "or start under another name."
             )
         self.attempt = Attempt(self.folder / "attempts.jsonl", step or None)
+        notes += self.stop.watch_folder(self.attempt)
         notes += [f"Attempt {number} ended without a word: it was killed." for number in self.attempt.killed]
         identifier = f"attempt-{self.attempt.number:04d}"
         remove_leftovers(checkpoints, identifier)
@@ -103,10 +105,22 @@ class Run:
                 "runs_folder on a file system that all nodes share."
             )
 
+    def fence(self) -> None:
+        """Raise FencedError once a newer attempt owns the run; called right before anything is committed."""
+        if self.attempt is not None:
+            self.attempt.check_newest()
+
+    def decide(self, step: int, what: str) -> None:
+        """Log, in the first process, a decision that was taken after `step`."""
+        if self.attempt is not None:
+            self.attempt.decide(step, what)
+
     def close(self, reason: str, exit_code: int) -> None:
         """Log how the attempt ended and let go of the folder."""
         if self.attempt is not None:
             self.attempt.end(reason, exit_code)
+            if exit_code in (StoppedEarly.exit_code, PreemptedError.exit_code):
+                self.stop.honoured()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -48,6 +48,12 @@ class Outcome:
         return self.errors.splitlines()
 
 
+EXACT_TAGS = (
+    "train/loss", "train/grad_norm", "train/learning_rate", "train/tokens", "data/samples_checksum",
+    "solver/steps/layer_01",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """What a run left on the disk."""
@@ -94,6 +100,16 @@ class RunFolder:
         return {
             f"{kind}/{name}": kinds[kind][name]["sha256"] for kind in ("weights", "optimizer") for name in kinds[kind]
         }
+
+    def assert_equals(self, whole: "RunFolder", last_step: int) -> None:
+        """Bit for bit, in final tensors and in curves; and every point is there once."""
+        for tag in EXACT_TAGS:
+            assert len(self.curve(tag)) == last_step
+            assert self.curve(tag) == whole.curve(tag), tag
+        assert self.checksums(last_step) == whole.checksums(last_step)
+        points = [(tag, step) for tag, step, _ in self.events()]
+        assert len(points) == len(set(points)), "a point stands twice"
+        assert set(points) == {(tag, step) for tag, step, _ in whole.events()}
 
 
 World = Callable[..., Outcome]

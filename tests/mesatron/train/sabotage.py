@@ -4,6 +4,10 @@ inf=3,4     the last process's gradient is not finite in these steps
 kill=7      the process kills itself in step 7, after its first backward pass of it
 still=7     step 7 changes nothing, so that what is saved after it is what was restored
 memory=N    N bytes more than at the start of the rehearsal is all the memory there is
+signal=7    the last process sends itself SIGUSR1, SIGTERM and SIGUSR1 while it works on step 7;
+            instead of a step: rehearse, validate or save, at the beginning of the first one
+wait=7      the first process waits for a line on its standard input before step 7
+request=7   a file that asks to stop appears in the run folder in step 7
 """
 
 import os
@@ -12,24 +16,39 @@ import resource
 import runpy
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import mesatron
+from mesatron.parallel.distributed import World
 from mesatron.parallel.zero import ZeroEngine
 from mesatron.train.loop import Trainer
+from mesatron.train.stop import REQUEST_FILE
 
 fault, value = sys.argv[1].split("=")
-steps = [int(number) for number in value.split(",")]
+steps = [int(number) for number in value.split(",") if number.isdigit()]
 now = {"step": 0}
-train_step, backward, rehearse = Trainer._train_step, ZeroEngine.backward, Trainer._rehearse
+train_step, rehearse = Trainer._train_step, Trainer._rehearse
+backward, set_lr = ZeroEngine.backward, ZeroEngine._set_lr
 
 
-def sabotaged_step(trainer: Trainer) -> None:
+def send_signals(world: World) -> None:
+    if world.rank == world.size - 1:
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
+
+
+def sabotaged_step(trainer: Trainer) -> bool:
     now["step"] = trainer.step + 1
+    if fault == "wait" and now["step"] in steps and trainer.world.is_first:
+        sys.stdin.readline()
+    if fault == "request" and now["step"] in steps and trainer.world.is_first:
+        (trainer.config.run_folder / REQUEST_FILE).write_text('{"reason": "enough", "code": 75}')
     if fault == "still" and now["step"] in steps:
         trainer.step += 1
-    else:
-        train_step(trainer)
+        trainer.data_state = trainer.stream.state_dict()
+        return True
+    return train_step(trainer)
 
 
 def sabotaged_backward(engine: ZeroEngine, loss_sum, global_targets, last) -> None:
@@ -47,7 +66,24 @@ def sabotaged_rehearsal(trainer: Trainer) -> None:
     rehearse(trainer)
 
 
-Trainer._train_step, ZeroEngine.backward, Trainer._rehearse = sabotaged_step, sabotaged_backward, sabotaged_rehearsal
+def sabotaged_set_lr(engine: ZeroEngine, lr: float) -> None:
+    set_lr(engine, lr)
+    if fault == "signal" and now["step"] in steps:
+        send_signals(engine.layout.world)
+
+
+def with_signals(moment: Callable) -> Callable:
+    def sabotaged(trainer: Trainer) -> None:
+        send_signals(trainer.world)
+        moment(trainer)
+
+    return sabotaged
+
+
+Trainer._train_step, Trainer._rehearse = sabotaged_step, sabotaged_rehearsal
+ZeroEngine.backward, ZeroEngine._set_lr = sabotaged_backward, sabotaged_set_lr
+if fault == "signal" and not steps:
+    setattr(Trainer, f"_{value}", with_signals(getattr(Trainer, f"_{value}")))
 program = Path(mesatron.__file__).with_name("__main__.py")
 sys.argv = [str(program), *sys.argv[2:]]
 runpy.run_path(str(program), run_name="__main__")

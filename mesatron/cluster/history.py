@@ -34,6 +34,12 @@ class History:
         """Number of the attempt that was started last; 0 before the first."""
         return max((record["attempt"] for record in self.records("start")), default=0)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the newest attempt has not logged its end; a killed one logs it only when the next one starts."""
+        ended = {record["attempt"] for record in self.records("end")}
+        return self.newest_attempt not in ended | {0}
+
     def end_code(self, first_attempt: int) -> int | None:
         """Exit code of the last attempt from `first_attempt` on; None if none ended with a word of its own."""
         ends = [record["exit_code"] for record in self.records("end") if record["attempt"] >= first_attempt]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -47,6 +48,21 @@ class Training:
         self.job = self.cluster.submit(*command, env=environment(self.temporary) | (variables or {}))
         return self.job
 
+    def verb(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """A verb of `mesatron`, as a person calls it on the cluster's head."""
+        command = [sys.executable, "-m", "mesatron", *arguments]
+        return self.cluster.on("head", *command, env=environment(self.temporary), cwd=self.config.parent, check=check)
+
+    def launch(self, *options: str) -> None:
+        """Submit by `mesatron launch slurm`."""
+        done = self.verb("launch", "slurm", str(self.config), "--nodes=2", *options)
+        self.take_job(done.stdout)
+
+    def take_job(self, answer: str) -> None:
+        """Follow the job that a verb of `mesatron launch` has submitted."""
+        self.job = answer.split()[1]
+        self.output = self.folder / f"launch/slurm-{self.job}.out"
+
     def text(self) -> str:
         """All that the job has printed, over all its starts."""
         return self.output.read_text() if self.output.exists() else ""
@@ -77,12 +93,11 @@ class Training:
         """The torchrun on a node."""
         return psutil.Process(self.workers(node)[0].ppid())
 
-    def finish(self, seconds: float = 180) -> dict[str, str]:
-        """Wait for the job's end and look at what it left; the fields of the job."""
+    def finish(self, code: int = 0, seconds: float = 180) -> None:
+        """Wait for the job to end with an exit code, and look at what it left."""
         job = self.cluster.wait_for_state(self.job, seconds=seconds)
-        assert job["JobState"] == "COMPLETED", f"{job['JobState']}: {self.text()}"
+        assert job["ExitCode"] == f"{code}:0", f"{job['JobState']} {job['ExitCode']}: {self.text()}"
         self.check_nothing_left()
-        return job
 
     # --- what a run leaves
 

@@ -18,6 +18,21 @@ def test_a_plain_run(untouched: Training) -> None:
     assert untouched.decisions() == []
 
 
+def test_the_clusters_signal(training: Make, untouched: Training) -> None:
+    """What `--signal=B:USR1@...` sends before the time limit: saved, ended with 76, queued again, finished."""
+    run = training()
+    run.submit()
+    run.wait_for_step(7)
+    run.cluster.slurm("scancel", "--batch", "--signal=USR1", run.job)
+    run.finish()
+    run.check_equals(untouched)
+    first, second = run.records("end")
+    assert first["exit_code"] == 76
+    assert second["exit_code"] == 0
+    assert run.decisions() == ["requeue (stopped on the cluster's request)"]
+    assert run.records("start")[1]["resumed_from"] >= 7
+
+
 def test_a_killed_rank_and_a_crashed_node(training: Make, untouched: Training) -> None:
     """First a process on one node, then the other node with the batch script and torchrun's store."""
     run = training()

@@ -186,6 +186,8 @@ class TrainConfig(Section):
     """So many non-finite gradients in a row end the run."""
     seed: NonNegativeInt = 0
     """Decides initial weights and data order."""
+    watchdog_seconds: NonNegativeFloat = 300.0
+    """A run in which nothing moves for so long ends with exit code 77, within a third of it more; 0 lets it hang."""
 
     @property
     def decay_steps(self) -> int:

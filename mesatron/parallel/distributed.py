@@ -112,6 +112,7 @@ def start() -> World:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     local_rank = int(os.environ["LOCAL_RANK"])
     _end_with_parent()
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")  # so many collectives are remembered for the watchdog
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(

@@ -61,6 +61,8 @@ class ZeroEngine:
         self.config, self.layout, self.device = config, layout, layout.world.device
         self.accumulation_steps = accumulation_steps
         self.stage = config.parallel.zero_stage
+        self.alive: Callable[[], None] = lambda: None
+        """Called for every tensor that is gathered or restored."""
         self.seams = SharedSeams(config, layout)
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         model, unit = self._build()
@@ -168,6 +170,7 @@ class ZeroEngine:
     def gather(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         """Name and whole fp32 tensor of one of KINDS for every parameter; every process must go through all of it."""
         for name, parameter in self.parameters.items():
+            self.alive()
             yield name, self.shares[name].join(self._part(parameter, kind))
 
     @torch.no_grad()
@@ -179,6 +182,7 @@ class ZeroEngine:
         """
         self._link_moments()
         for name, parameter in self.parameters.items():
+            self.alive()
             for kind in kinds:
                 self._write(parameter, kind, self.shares[name].cut(source(kind, name)).to(self.device))
 

@@ -46,6 +46,7 @@ from mesatron.train.schedule import learning_rate
 from mesatron.train.snapshot import StartState, save
 from mesatron.train.stop import StopFlag, agreed
 from mesatron.train.timing import PhaseTimer
+from mesatron.train.watchdog import Watchdog
 
 
 def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow_changes: bool = False) -> None:
@@ -57,15 +58,18 @@ def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow
     """
     world = distributed.start()
     run = Run(config, stop)
+    watchdog: Watchdog | None = None
     reason, exit_code, together = "finished", 0, True
     try:
         environment = world.from_first(lambda: describe_environment(world))
         start = world.from_first(lambda: run.open(environment, allow_changes))
         run.check_shared()
+        stacks = config.run_folder / "stacks" / f"{start.attempt}-rank-{world.rank}.txt"
+        watchdog = Watchdog(config.train.watchdog_seconds, stacks, run.close)
         if stop_at_step and start.step >= stop_at_step and start.step < config.train.steps:
             raise world.raised_by_all(_stopped(start.step, config))
         if start.step < config.train.steps:
-            Trainer(config, world, run, start, environment, allow_changes).train(stop_at_step)
+            Trainer(config, world, run, watchdog, start, environment, allow_changes).train(stop_at_step)
         elif world.is_first:
             print(f"{config.run_folder} is complete: step {start.step} of {config.train.steps} is saved.")
     except BaseException as error:
@@ -83,8 +87,12 @@ def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow
         if together:  # else no further collective: the others may be gone
             world.barrier()  # whoever leaves first ends the others, who may still be writing
             distributed.stop()
+        if watchdog:
+            watchdog.close()
 
 
+START_SECONDS = 1800.0
+"""The watchdog waits at least so long for what verifies shards or compiles kernels."""
 PROBE_SEQUENCES = 8
 PROBE_TOLERANCES = {"fp32": 1e-4, "bf16": 2e-3}
 """Largest relative change of the probe's loss between saving and resuming: rounding of another layout."""
@@ -94,18 +102,20 @@ class Trainer:
     """One attempt at a run, in one of its processes."""
 
     def __init__(
-        self, config: Config, world: World, run: Run, start: ResumePoint, environment: dict[str, Any],
-        allow_changes: bool,
+        self, config: Config, world: World, run: Run, watchdog: Watchdog, start: ResumePoint,
+        environment: dict[str, Any], allow_changes: bool,
     ) -> None:  # fmt: skip
         self.texts = {"config.yaml": dump_config(config), "environment.json": json.dumps(environment, indent=1) + "\n"}
         self.kernels = world.from_first(lambda: choose_kernels(config, world.device))
         self.config = with_kernels(config, self.kernels.implementation)
-        self.world, self.run, self.start, self.allow_changes = world, run, start, allow_changes
+        self.world, self.run, self.watchdog, self.start = world, run, watchdog, start
+        self.allow_changes = allow_changes
+        watchdog.begin("checking data and kernels", START_SECONDS)
         data_size = world.from_first(lambda: data_parallel_size(config, world.size))
         self.accumulation_steps = world.from_first(lambda: accumulation_steps(config, data_size))
         self.layout = lay_out(config, world)
         self.manifest: Manifest = world.from_first(lambda: open_data(config))
-        self.timer = PhaseTimer(world.device)
+        self.timer = PhaseTimer(world.device, lambda phase: watchdog.begin(f"in {phase} of step {self.step + 1}"))
         self.step = self.saved_step = start.step
         self.ending: type[MesatronError] | None = None
         self.tokens_seen = self.skipped_steps = self.skipped_in_a_row = 0
@@ -115,10 +125,13 @@ class Trainer:
         """Train from the resume point to `stop_at_step` or the last step."""
         last_step = min(self.config.train.steps, stop_at_step or self.config.train.steps)
         with ExitStack() as stack:
+            self.watchdog.begin("building the model", START_SECONDS)
             self.engine = build_engine(self.config, self.layout, self.accumulation_steps)
+            self.engine.alive = self.watchdog.tick
             origin = StartState(self.start.checkpoint, self.engine, self.config)
             origin.initialize()
             self._rehearse()
+            self.watchdog.begin("restoring")
             origin.restore(self.world)
             self.tokens_seen = origin.state.get("tokens_seen", 0)
             self.skipped_steps = origin.state.get("skipped_steps", 0)
@@ -194,18 +207,25 @@ class Trainer:
 
     def _validate(self) -> None:
         """Perplexity of the current weights on held-out text, in all processes together."""
+        self.watchdog.begin(f"validating after step {self.step}")
         with self.engine.evaluating():
-            result = measure(self.engine.losses, iter(self.validation), self.manifest, self.layout)
+            result = measure(self._watched_losses, iter(self.validation), self.manifest, self.layout)
         if self.world.is_first:
             by_source = {f"validation/loss_by_source/{name}": loss for name, loss in result.loss_by_source.items()}
             overall = {"validation/loss": result.loss, "validation/perplexity": result.perplexity}
             self.monitor.scalars(self.step, overall | by_source)
             self._say(f"step {self.step}: validation loss {result.loss:.4f}, perplexity {result.perplexity:.2f}")
 
+    def _watched_losses(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
+        self.watchdog.tick()
+        return self.engine.losses(tokens, targets, cu_seqlens)
+
     def _probe(self) -> float | None:
         """The loss on a few held-out sequences, the same ones in every layout; None if it is not finite."""
         with self.engine.evaluating():
-            loss = measure(self.engine.losses, self.validation.first(PROBE_SEQUENCES), self.manifest, self.layout).loss
+            loss = measure(
+                self._watched_losses, self.validation.first(PROBE_SEQUENCES), self.manifest, self.layout
+            ).loss
         return loss if math.isfinite(loss) else None
 
     def _check_probe(self, saved: float | None) -> None:
@@ -227,6 +247,7 @@ class Trainer:
 
     def _save(self) -> None:
         """A checkpoint of this step; what was recorded up to it reaches the disk first, or a kill would lose points."""
+        self.watchdog.begin(f"saving step {self.step}")
         self.world.from_first(lambda: self.monitor.flush())
         begin = time.perf_counter()
         state = {
@@ -257,8 +278,10 @@ class Trainer:
         # With accumulation the second pass runs beside the gradients of the first; a pipeline knows no shorter step.
         passes = self.accumulation_steps if self.layout.pipeline.size > 1 else min(2, self.accumulation_steps)
         targets = float(train.global_batch_size * self.config.data.context_length)
-        self.engine.update([batch] * passes, targets, 0.0, self.timer)
-        self.timer.read()
+        timer = PhaseTimer(
+            self.world.device, lambda phase: self.watchdog.begin(f"rehearsing the {phase} of a step", START_SECONDS)
+        )
+        self.engine.update([batch] * passes, targets, 0.0, timer)
 
     def _open_data(self, state: dict[str, Any]) -> None:
         data, evaluate = self.config.data, self.config.evaluate

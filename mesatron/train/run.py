@@ -22,6 +22,7 @@ from mesatron.train.stop import StopFlag
 FREE_KEYS = (
     "name", "runs_folder", "data.input_folder", "data.folder", "data.workers", "data.timeout_seconds",
     "train.micro_batch_size", "train.activation_checkpointing", "train.loss_chunk_tokens", "train.max_skipped_steps",
+    "train.watchdog_seconds",
     "tokenizer.", "parallel.", "checkpoint.", "monitor.", "evaluate.", "launch.", "model.implementation",
     "model.mesa.implementation",
     "model.mesa.chunk_size",
@@ -121,6 +122,7 @@ class Run:
             self.attempt.end(reason, exit_code)
             if exit_code in (StoppedEarly.exit_code, PreemptedError.exit_code):
                 self.stop.honoured()
+            self.attempt = None
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

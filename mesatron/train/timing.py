@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,16 +13,18 @@ class PhaseTimer:
     """Seconds spent in named phases since the last `read`.
 
     On a GPU the phases are bracketed by events that are read only in `read`, so that timing forces no wait inside a
-    step; elsewhere by the clock.
+    step; elsewhere by the clock. begun: called with the name of each phase.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, begun: Callable[[str], None]) -> None:
+        self._begun = begun
         self._on_gpu = device.type == "cuda"
         self._marks: list[tuple[str, object, object]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the time inside this context under `name`."""
+        self._begun(name)
         begin = self._mark()
         yield
         self._marks.append((name, begin, self._mark()))

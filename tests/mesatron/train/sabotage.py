@@ -7,6 +7,8 @@ memory=N    N bytes more than at the start of the rehearsal is all the memory th
 signal=7    the last process sends itself SIGUSR1, SIGTERM and SIGUSR1 while it works on step 7;
             instead of a step: rehearse, validate or save, at the beginning of the first one
 wait=7      the first process waits for a line on its standard input before step 7
+hang=7      the last process waits for something that never comes while it works on step 7
+slow=N      each batch takes N tenths of a second longer, the rehearsal 5 N and each tensor saved or restored N / 10
 request=7   a file that asks to stop appears in the run folder in step 7
 """
 
@@ -16,6 +18,8 @@ import resource
 import runpy
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,6 +74,24 @@ def sabotaged_set_lr(engine: ZeroEngine, lr: float) -> None:
     set_lr(engine, lr)
     if fault == "signal" and now["step"] in steps:
         send_signals(engine.layout.world)
+    if fault == "hang" and now["step"] in steps and engine.layout.world.rank == engine.layout.world.size - 1:
+        threading.Event().wait()
+    if fault == "slow" and not now["step"]:
+        work(5)
+
+
+def work(times: float) -> None:
+    end = time.monotonic() + times * steps[0] / 10
+    while time.monotonic() < end:
+        pass
+
+
+def slowly(function: Callable, times: float) -> Callable:
+    def slow(*arguments: object) -> object:
+        work(times)
+        return function(*arguments)
+
+    return slow
 
 
 def with_signals(moment: Callable) -> Callable:
@@ -82,6 +104,8 @@ def with_signals(moment: Callable) -> Callable:
 
 Trainer._train_step, Trainer._rehearse = sabotaged_step, sabotaged_rehearsal
 ZeroEngine.backward, ZeroEngine._set_lr = sabotaged_backward, sabotaged_set_lr
+if fault == "slow":
+    ZeroEngine.losses, ZeroEngine._part = slowly(ZeroEngine.losses, 1), slowly(ZeroEngine._part, 0.1)
 if fault == "signal" and not steps:
     setattr(Trainer, f"_{value}", with_signals(getattr(Trainer, f"_{value}")))
 program = Path(mesatron.__file__).with_name("__main__.py")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ FINAL_CODES = {0, 2, 3, 4, 5, 6, 7, 75, 78}
 """Exit codes of a training that another start would not change, or that has been replaced by another."""
 FAILURES_OF_A_NODE = 2
 """A node that failed so often in a run is not used for it again."""
+TIDY_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,9 @@ def settle(config: Config) -> int:
     code = history.end_code(note.attempt)
     if code is None or code == LOST_PEER:
         code = LastWords.read(Path(note.words)).cause(LOST_PEER) or KILLED
-    _blame(history, note)
+    for node in _blame(history, note):
+        tidy = [sys.executable, "-m", "mesatron", "launch", "tidy", str(config.data.folder.absolute())]
+        scheduler.run_on(node, tidy, TIDY_SECONDS)
     if code in FINAL_CODES:
         return code
     why = {FOR_CLUSTER: "stopped on the cluster's request", UnfitError.exit_code: "a node is unfit"}.get(
@@ -150,17 +154,23 @@ def _meeting_address(nodes: Sequence[str]) -> str:
     return address
 
 
-def _blame(history: History, note: Job) -> None:
-    """Log which nodes failed in a start of a job, from the words its processes left, and forget those."""
+def _blame(history: History, note: Job) -> list[str]:
+    """Log which nodes failed in a start of a job, from the words its processes left, and forget those.
+
+    Returns the nodes on which processes were killed.
+    """
     folder = Path(note.words)
+    silent: list[str] = []
     if not folder.exists():
-        return
+        return silent
     found = folder / UNFIT_FILE
     if found.exists():
         for node, reason in json.loads(found.read_text()).items():
             # What preflight finds needs no second time.
             history.decide(f"node {node} is unfit: {reason}", failed_node=node, failures=FAILURES_OF_A_NODE)
     else:
-        for node in LastWords.read(folder).silent(note.nodes, note.processes):
+        silent = LastWords.read(folder).silent(note.nodes, note.processes)
+        for node in silent:
             history.decide(f"node {node} failed: a process there ended without a word", failed_node=node, failures=1)
     forget(folder)
+    return silent

@@ -9,7 +9,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from importlib.util import find_spec
@@ -56,11 +56,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """Files of a submission that is still to be made, by their paths, and the script to submit."""
+    """A submission that is still to be made: texts of files by their paths, the script to submit, and its runs."""
 
     files: dict[Path, str]
     script: Path
-    code: Path
     run_folders: list[Path]
 
 
@@ -70,28 +69,29 @@ def plan(file: Path, overrides: Sequence[str], sweep: Sequence[str], request: Re
     Raises ConfigError when a config is wrong or its layout or batch does not fit the nodes and processes asked for.
     """
     whole = load_config(file, overrides)
-    folder = whole.run_folder.absolute()
-    launch, code = folder / LAUNCH_FOLDER, folder / LAUNCH_FOLDER / CODE
     configs = [load_config(file, [*overrides, *point]) for point in _points(whole.name, sweep)] if sweep else [whole]
     files: dict[Path, str] = {}
+    launches = []
     for config in configs:
         data_size = data_parallel_size(config, request.nodes * request.processes_per_node(config))
         accumulation_steps(config, data_size)
-        own = config.run_folder.absolute() / LAUNCH_FOLDER
-        files[own / CONFIG] = dump_config(config)
-        output = {"job-name": config.name, "output": f"{own}/slurm-%j.out"}
-        files[own / SCRIPT] = _script(config, request, output, code, f"set -- {shlex.quote(str(own / CONFIG))}")
-    folders = [config.run_folder.absolute() for config in configs]
+        launch = config.run_folder.absolute() / LAUNCH_FOLDER
+        launches.append(launch)
+        files[launch / CONFIG] = dump_config(config)
+        own = {"job-name": config.name, "output": f"{launch}/slurm-%j.out"}
+        files[launch / SCRIPT] = _script(config, request, own, f"set -- {shlex.quote(str(launch / CONFIG))}")
+    script = launches[0] / SCRIPT
     if sweep:
-        paths = shlex.join(str(run / LAUNCH_FOLDER / CONFIG) for run in folders)
+        script = whole.runs_folder.absolute() / f"{whole.name}-sweep" / LAUNCH_FOLDER / SCRIPT
+        paths = shlex.join(str(launch / CONFIG) for launch in launches)
         choice = f'configs=({paths})\nset -- "${{configs[$SLURM_ARRAY_TASK_ID]}}"'
-        array = {"array": f"0-{len(configs) - 1}", "job-name": whole.name, "output": f"{launch}/slurm-%A_%a.out"}
-        files[launch / SCRIPT] = _script(whole, request, array, code, choice)
-    return Plan(files, launch / SCRIPT, code, folders)
+        array = {"array": f"0-{len(configs) - 1}", "job-name": whole.name, "output": f"{script.parent}/slurm-%A_%a.out"}
+        files[script] = _script(whole, request, array, choice)
+    return Plan(files, script, [launch.parent for launch in launches])
 
 
 def submit(plan: Plan) -> str:
-    """Write a plan's files and a copy of the code that runs now, and submit; returns the job's id.
+    """Write a plan's files and copies of the code that runs now, and submit; returns the job's id.
 
     Raises ConfigError when a job of one of the runs waits or runs already, or when Slurm refuses.
     """
@@ -100,8 +100,9 @@ def submit(plan: Plan) -> str:
     for path, text in plan.files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, [text.encode()])
-    _copy_code(plan.code)
-    return _sbatch(plan.script, plan.run_folders)
+    for folder in plan.run_folders:
+        _copy_code(folder / LAUNCH_FOLDER / CODE)
+    return _sbatch(plan.script, {*plan.run_folders, plan.script.parents[1]})
 
 
 def resume(folder: Path) -> str:
@@ -116,7 +117,7 @@ def resume(folder: Path) -> str:
         replace_file(
             script, [re.sub("(?m)^#SBATCH --signal=.*", f"#SBATCH --signal={signal}", script.read_text()).encode()]
         )
-    return _sbatch(script, [folder])
+    return _sbatch(script, {folder})
 
 
 def newest_job(folder: Path) -> str | None:
@@ -146,8 +147,11 @@ def _signal(config: Config, folder: Path) -> str:
     return f"B:{config.launch.stop_signal}@{stop_lead_seconds(config, folder)}"
 
 
-def _script(config: Config, request: Request, options: Mapping[str, str], code: Path, arguments: str) -> str:
-    """The template with the options in its #SBATCH lines and the settings where it has a place for them."""
+def _script(config: Config, request: Request, options: Mapping[str, str], arguments: str) -> str:
+    """The template with the options in its #SBATCH lines and the settings where it has a place for them.
+
+    `arguments` are shell lines that set the script's first argument to the config in a launch folder.
+    """
     text = resources.files("mesatron.cluster").joinpath(SCRIPT).read_text()
     whole = {**request.options, **options, "chdir": os.getcwd(), "signal": _signal(config, config.run_folder)}
     head, separator, body = text.rpartition("#SBATCH ")
@@ -159,8 +163,9 @@ def _script(config: Config, request: Request, options: Mapping[str, str], code: 
         head += "" if found else line
     container = shlex.join(f"--{name}={value}" for name, value in request.container.items())
     settings = (
-        f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH PYTHONPATH={shlex.quote(str(code))}\n"
-        f"container=({container})\n{arguments}\n"
+        f"{arguments}\n"
+        f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH PYTHONPATH="${{1%/*}}/{CODE}"\n'
+        f"container=({container})\n"
     )
     return head + body.replace(SETTINGS_LINE, settings)
 
@@ -191,7 +196,7 @@ def _copy_code(folder: Path) -> None:
         shutil.copytree(Path(spec.origin).parent, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def _sbatch(script: Path, run_folders: Sequence[Path]) -> str:
+def _sbatch(script: Path, run_folders: Collection[Path]) -> str:
     # What the submitting shell was given by a job of its own is not for this one.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_JOB")}
     job = scheduler.ask("sbatch", "--parsable", str(script), environment=environment).strip().partition(";")[0]

@@ -41,9 +41,11 @@ def maker(cluster: Cluster, folder: Path, tiny_config: Callable[..., Path]) -> M
 
 
 @pytest.fixture
-def training(cluster: Cluster, tmp_path: Path, tiny_config: Callable[..., Path]) -> Make:
+def training(cluster: Cluster, tmp_path: Path, tiny_config: Callable[..., Path]) -> Iterator[Make]:
     """`training(name, **overrides)`: a run of 60 steps, its checkpoints 5 steps apart, that is not submitted yet."""
-    return maker(cluster, tmp_path, tiny_config)
+    yield maker(cluster, tmp_path, tiny_config)
+    cluster.slurm("scancel", "--user=root")
+    cluster.wait_for(lambda: cluster.idle() == cluster.nodes, 60, "all nodes to be idle")
 
 
 @pytest.fixture(scope="session")

@@ -177,6 +177,10 @@ class Cluster:
     def start_slurmd(self, node: str) -> None:
         self.on(node, "slurmd", "-f", str(self.folder / "slurm.conf"), "-N", node)
 
+    def kill_slurmd(self, node: str) -> None:
+        """End the daemon; steps that run go on."""
+        self.on(node, "kill", "-KILL", (self.folder / f"slurmd-{node}.pid").read_text().strip())
+
     def crash(self, node: str) -> None:
         """Power off at once; nobody is told."""
         self._kill(node)

@@ -42,11 +42,19 @@ class Training:
         self.folder, self.steps, self.data = loaded.run_folder, loaded.train.steps, loaded.data.folder
         self.output = config.parent / "job.out"
         self.job = ""
+        self.cut_off: set[str] = set()
+        """Nodes that lost touch with Slurm, which kills what lives on there when they are back."""
 
     def submit(self, *options: str, overrides: tuple[str, ...] = (), variables: dict[str, str] | None = None) -> str:
         command = ["--nodes=2", f"--output={self.output}", *options, str(SCRIPT), str(self.config), *overrides]
         self.job = self.cluster.submit(*command, env=environment(self.temporary) | (variables or {}))
         return self.job
+
+    def beside(self, folder: str) -> Training:
+        """Another run of the same config, in `folder`."""
+        other = Training(self.cluster, self.config, self.temporary)
+        other.folder = Path(folder)
+        return other
 
     def verb(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """A verb of `mesatron`, as a person calls it on the cluster's head."""
@@ -133,10 +141,18 @@ class Training:
         for info in list_checkpoints(self.folder / "checkpoints", deep=True):
             assert info.status == "complete", info
 
+    def check_no_process(self) -> None:
+        """Nothing runs on any host, or does not for long."""
+        for host in self.cluster.nodes:
+            self.cluster.wait_for(lambda host=host: not self.cluster.processes(host), 60, f"{host} to be empty")
+
     def check_nothing_left(self) -> None:
         """No process on any host, shared memory, temporary file or note of the job's start."""
+        self.check_no_process()
         for host in self.cluster.nodes:
-            self.cluster.wait_for(lambda host=host: not self.cluster.processes(host), 20, f"{host} to be empty")
+            if host in self.cut_off:  # what the next start there does first
+                tidy = [sys.executable, "-m", "mesatron", "launch", "tidy", str(self.data)]
+                self.cluster.on(host, *tidy, env=environment(self.temporary))
             assert self.cluster.on(host, "ls", "/dev/shm").stdout == "", host
         # torch keeps one compiler cache for each user there.
         assert [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")] == []

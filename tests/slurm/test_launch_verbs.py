@@ -1,9 +1,10 @@
 """`mesatron launch` from the head of a real Slurm cluster: submitting, looking, stopping, resuming, sweeping."""
 
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 from slurm_training import Training
-
 
 Make = Callable[..., Training]
 
@@ -29,3 +30,45 @@ def test_stopped_and_resumed(training: Make, untouched: Training) -> None:
     assert run.records("start")[1]["resumed_from"] >= 7
     run.check_equals(untouched)
     assert f"step       {run.steps} of {run.steps} is saved" in run.verb("launch", "status", str(run.folder)).stdout
+
+
+@pytest.mark.long
+def test_a_sweep_and_a_job_after_it(training: Make, untouched: Training) -> None:
+    """Each point is a run of its own; the one with the usual value equals the usual run. Then a chained job."""
+    run = training()
+    sweep = run.verb("launch", "slurm", str(run.config), "--nodes=2", "--sweep=train.peak_lr=3e-3,1e-3")
+    job, *folders = sweep.stdout.split()[1:]
+    assert [Path(folder).name for folder in folders] == ["tiny-peak_lr-3e-3", "tiny-peak_lr-1e-3"]
+    run.launch("--dependency", f"afterok:{job}")
+    run.finish(seconds=400)
+    run.check_equals(untouched)
+    points = [run.beside(folder) for folder in folders]
+    points[0].check_equals(untouched)
+    assert points[1].checksums().keys() == untouched.checksums().keys()
+    assert points[1].checksums() != untouched.checksums()
+    starts = [point.records("end")[0]["time"] for point in points]
+    assert max(starts) < run.records("start")[0]["time"]
+
+
+def test_what_cannot_fit_is_refused_before_it_is_submitted(training: Make) -> None:
+    run = training()
+    for options, message in {
+        ("--nodes=3",): "8 is no multiple of 2 x 3 = 6",
+        ("--nodes=2", "--gres=gpu:3"): "8 is no multiple of 2 x 6 = 12",
+        ("--nodes=1", "parallel.tensor_size=2"): "must be a multiple of parallel.tensor_size",
+        ("--nodes=2", "--sweep=train.peak_lr"): "--sweep train.peak_lr is not of the form key=value,value",
+        ("--nodes=2", "--partition=none"): "invalid partition specified: none",
+    }.items():
+        done = run.verb("launch", "slurm", str(run.config), *options, check=False)
+        assert done.returncode == 2
+        assert message in done.stderr
+    assert "Nothing trains" in run.verb("launch", "stop", str(run.folder), check=False).stderr
+
+
+def test_a_dry_run_writes_nothing(training: Make) -> None:
+    run = training("run", **{"launch.stop_signal": "HUP", "launch.lead_seconds": 77})
+    options = ["--nodes=2", "--container-image=some image", "--container-mounts=/a:/b", "--dry-run"]
+    script = run.verb("launch", "slurm", str(run.config), *options).stdout
+    assert "#SBATCH --signal=B:HUP@77\n" in script
+    assert "container=('--container-image=some image' --container-mounts=/a:/b)\n" in script
+    assert not run.folder.exists()

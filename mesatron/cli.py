@@ -184,6 +184,18 @@ def summary(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run 
     ])  # fmt: skip
 
 
+@app.command()
+def replay(file: Annotated[Path, typer.Argument(metavar="FILE", help="A file in nonfinite/ of a run.")]) -> None:
+    """Compute a layer that gave non-finite numbers again, and show where they begin."""
+    from mesatron.replay import replay
+
+    about, readings = replay(file)
+    typer.echo(", ".join(f"{key} {value}" for key, value in about.items()))
+    rows = [("tensor", "shape", "not finite", "largest")]
+    rows += [(x.name, " x ".join(map(str, x.shape)), str(x.not_finite), f"{x.largest:.3g}") for x in readings]
+    _table(rows)
+
+
 @config_app.command("check")
 def config_check(
     file: ConfigFile,

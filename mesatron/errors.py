@@ -34,6 +34,12 @@ class NonFiniteError(MesatronError):
     exit_code = 5
 
 
+class LossSpikeError(MesatronError):
+    """The loss has risen again after the run went back as often as it may."""
+
+    exit_code = 5
+
+
 class MemoryExhaustedError(MesatronError):
     """The model and batch do not fit into the device's memory."""
 

@@ -188,6 +188,15 @@ class TrainConfig(Section):
     """Decides initial weights and data order."""
     watchdog_seconds: NonNegativeFloat = 300.0
     """A run in which nothing moves for so long ends with exit code 77, within a third of it more; 0 lets it hang."""
+    dump_nonfinite: bool = True
+    """After a skipped step, the first in a row, write the inputs of the layer where non-finite numbers began to a file
+    in `nonfinite/`, for `mesatron replay`."""
+    spike_sigma: NonNegativeFloat = 0.0
+    """A loss so many standard deviations above the trend of those before is a spike; 0 looks for none, 6 is usual."""
+    spike_steps: PositiveInt = 3
+    """A spike of so many steps sends the run back to a checkpoint before it, to go on without the spike's batches."""
+    max_rewinds: NonNegativeInt = 2
+    """So often a run goes back; one more spike ends it."""
 
     @property
     def decay_steps(self) -> int:

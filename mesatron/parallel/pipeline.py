@@ -132,9 +132,11 @@ class PipelineEngine(ZeroEngine):
         processes = self.layout.world.size // self.layout.pipeline.size
         return own[self.layout.world.rank % processes :: processes]
 
+    def blocks(self) -> dict[int, nn.Module]:
+        return {int(n) - 1: b for n, b in self.engine.module.named_children() if isinstance(b, StageBlock)}
+
     def observed(self) -> tuple[dict[str, float], dict[str, Tensor]]:
-        blocks = {int(n) - 1: b for n, b in self.engine.module.named_children() if isinstance(b, StageBlock)}
-        return observed_by(blocks)
+        return observed_by(self.blocks())
 
     def losses(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
         """As in ZeroEngine, in the last stage; zeros in the others."""

@@ -99,9 +99,22 @@ class ZeroEngine:
 
     def losses(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
         """`Backbone.forward` of tensors on the host; documents are told apart if the config says so."""
+        return self.engine(*self._model_inputs(tokens, targets, cu_seqlens))
+
+    def bare_losses(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """`losses` whose backward passes DeepSpeed does not take for a part of a step."""
+        autocast = self.config.train.precision == "bf16" and self.stage == 0
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
+            return self.engine.module(*self._model_inputs(tokens, targets, cu_seqlens))
+
+    def _model_inputs(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> tuple[Tensor | int | None, ...]:
         documents = cu_seqlens.to(self.device) if self.config.data.reset_state_at_documents else None
         chunk_tokens = self.config.train.loss_chunk_tokens
-        return self.engine(tokens.to(self.device), targets.to(self.device), documents, chunk_tokens)
+        return tokens.to(self.device), targets.to(self.device), documents, chunk_tokens
+
+    def blocks(self) -> dict[int, nn.Module]:
+        """The blocks that this process computes, by number."""
+        return dict(enumerate(self.engine.module.blocks))
 
     def observed(self) -> tuple[dict[str, float], dict[str, Tensor]]:
         """What this process's mixers saw in the last forward pass, see `Backbone.observed`."""

@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import time
+from collections import deque
 from contextlib import ExitStack
 from typing import Any
 
@@ -41,9 +42,11 @@ from mesatron.parallel.engine import build_engine
 from mesatron.parallel.layout import lay_out
 from mesatron.train.data import open_data
 from mesatron.train.environment import describe_environment
+from mesatron.train.nonfinite import dump_first_bad_layer
 from mesatron.train.run import ResumePoint, Run
 from mesatron.train.schedule import learning_rate
 from mesatron.train.snapshot import StartState, save
+from mesatron.train.spikes import Rewind, SpikeDetector
 from mesatron.train.stop import StopFlag, agreed
 from mesatron.train.timing import PhaseTimer
 from mesatron.train.watchdog import Watchdog
@@ -116,26 +119,35 @@ class Trainer:
         self.layout = lay_out(config, world)
         self.manifest: Manifest = world.from_first(lambda: open_data(config))
         self.timer = PhaseTimer(world.device, lambda phase: watchdog.begin(f"in {phase} of step {self.step + 1}"))
-        self.step = self.saved_step = start.step
+        self.step = start.step
         self.ending: type[MesatronError] | None = None
-        self.tokens_seen = self.skipped_steps = self.skipped_in_a_row = 0
-        self.logged_step, self.seconds_since_log = start.step, 0.0
+        self.spike: int | None = None  # the first step of one that the run has to go back from
+        # Step, number of the global batch and its sequences, as far as a spike may reach back.
+        self.history: deque[tuple[int, int, list[int]]] = deque(maxlen=config.train.spike_steps + 1)
 
     def train(self, stop_at_step: int | None) -> None:
         """Train from the resume point to `stop_at_step` or the last step."""
         last_step = min(self.config.train.steps, stop_at_step or self.config.train.steps)
+        self.watchdog.begin("building the model", START_SECONDS)
+        self.engine = build_engine(self.config, self.layout, self.accumulation_steps)
+        self.engine.alive = self.watchdog.tick
+        StartState(None, self.engine, self.config).initialize()
+        self._rehearse()
+        self._train_from_start(last_step)
+        while self.spike is not None:
+            self._go_back(self.spike)
+            self._train_from_start(last_step)
+        if self.step < self.config.train.steps:
+            error = self.run.stop.error(self.ending, self.step, self.config) if self.ending else None
+            raise self.world.raised_by_all(error or _stopped(self.step, self.config))
+
+    def _train_from_start(self, last_step: int) -> None:
+        """Train from `self.start` to `last_step`, an agreed end or a spike."""
         with ExitStack() as stack:
-            self.watchdog.begin("building the model", START_SECONDS)
-            self.engine = build_engine(self.config, self.layout, self.accumulation_steps)
-            self.engine.alive = self.watchdog.tick
-            origin = StartState(self.start.checkpoint, self.engine, self.config)
-            origin.initialize()
-            self._rehearse()
             self.watchdog.begin("restoring")
+            origin = StartState(self.start.checkpoint, self.engine, self.config)
             origin.restore(self.world)
-            self.tokens_seen = origin.state.get("tokens_seen", 0)
-            self.skipped_steps = origin.state.get("skipped_steps", 0)
-            self.skipped_in_a_row = origin.state.get("skipped_in_a_row", 0)
+            self._restore_counts(origin.state)
             self._open_data(origin.state)
             stack.callback(self.validation.close)
             stack.callback(self.stream.close)
@@ -155,49 +167,83 @@ class Trainer:
                     self._save()
             if self.ending is FencedError:
                 fenced = self.run.stop.error(FencedError, self.step, self.config)
-                self.run.decide(self.step, str(fenced))
+                self._decide(str(fenced))
                 raise self.world.raised_by_all(fenced)
             if self.ending and self.step > self.saved_step:
                 self._save()
-        if self.step < self.config.train.steps:
-            error = self.run.stop.error(self.ending, self.step, self.config) if self.ending else None
-            raise self.world.raised_by_all(error or _stopped(self.step, self.config))
+
+    def _restore_counts(self, state: dict[str, Any]) -> None:
+        """Put in place what is neither tensors nor data of a checkpoint's state, which is empty for a fresh start."""
+        self.step = self.saved_step = self.logged_step = self.start.step
+        self.spike = None
+        self.tokens_seen = state.get("tokens_seen", 0)
+        self.skipped_steps, self.skipped_in_a_row = state.get("skipped_steps", 0), state.get("skipped_in_a_row", 0)
+        self.detector = SpikeDetector(self.config.train, state.get("recent_losses", ()))
+        self.history.clear()
+        self.own_loss_sum, self.targets = 0.0, 1.0
+        self.seconds_since_log = 0.0
+
+    def _go_back(self, first_step: int) -> None:
+        """Agree on where to go on after a spike that began at `first_step`, and on the batches to leave out."""
+        # The update before it may have been the bad one.
+        suspects = [(number, ids) for step, number, ids in self.history if step >= first_step - 1]
+        shares = self.world.gather([sample for _, own in suspects for sample in own])
+        samples = sorted({sample for share in shares for sample in share or ()})
+        spike = Rewind(first_step, self.step, 0, [number for number, _ in suspects], samples)
+        what = self.detector.describe(first_step, self.loss)
+        self.start = self.world.from_first(lambda: self.run.go_back(self.start.attempt, spike, what))
+
+    def _next_batch(self) -> Batch:
+        """This process's share of the next global batch that is not left out."""
+        while _batch_number(self.stream) in self.start.skipped.batches:
+            next(self.stream)
+        return next(self.stream)
 
     def _train_step(self) -> bool:
-        """One optimizer step on one global batch; False if all have agreed to end before it."""
+        """One optimizer step on one global batch; False if all have agreed to end before it, or to go back."""
         begin = time.perf_counter()
         with self.timer.phase("data"):
-            batch = next(self.stream)
+            batch = self._next_batch()
         micro_batches = [self.layout.piece(part) for part in batch.split(self.config.train.micro_batch_size)]
         own_targets = float(sum((part.targets != IGNORED_TARGET).sum() for part in micro_batches))
         own_checksum = _checksum(batch.sample_ids) / self.layout.context.size
-        targets, checksum, *votes = self.layout.sum(own_targets, own_checksum, from_all=self.run.stop.votes())
+        targets, checksum, loss_sum_before, *votes = self.layout.sum(
+            own_targets, own_checksum, self.own_loss_sum, from_all=self.run.stop.votes()
+        )
         self.ending = agreed(votes)
-        if self.ending:
+        if self.step > self.start.step:
+            self.loss = loss_sum_before / self.targets
+            self.spike = None if self.ending else self.detector.note(self.step, self.loss)
+        if self.ending or self.spike:
             return False
         lr = learning_rate(self.config.train, self.step + 1)
         loss_sum, result = self.engine.update(micro_batches, targets, lr, self.timer)
         self.step += 1
+        self.own_loss_sum, self.targets = float(loss_sum), targets
+        self.history.append((self.step, _batch_number(self.stream) - 1, batch.sample_ids.tolist()))
         self.data_state = self.stream.state_dict()
         self.tokens_seen += self.config.tokens_per_step
         self.seconds_since_log += time.perf_counter() - begin
-        self._count_skipped(result.applied)
+        self._count_skipped(result.applied, micro_batches, targets)
         if self._due(self.config.monitor.log_every_steps):
-            (global_loss_sum,) = self.layout.sum(float(loss_sum))
+            (global_loss_sum,) = self.layout.sum(self.own_loss_sum)
             observed = self._observe()
             if self.world.is_first:
                 self._log(global_loss_sum / targets, lr, result.grad_norm, checksum, *observed)
         return True
 
-    def _count_skipped(self, applied: bool) -> None:
+    def _count_skipped(self, applied: bool, micro_batches: list[Batch], targets: float) -> None:
         if applied:
             self.skipped_in_a_row = 0
             return
         self.skipped_steps += 1
         self.skipped_in_a_row += 1
-        self._say(
-            f"step {self.step}: the gradient is not finite, so the update is skipped ({self.skipped_steps} so far)"
-        )
+        what = f"the gradient is not finite, so the update is skipped ({self.skipped_steps} so far)"
+        if self.config.train.dump_nonfinite and self.skipped_in_a_row == 1:
+            what += "; " + dump_first_bad_layer(
+                self.engine, self.layout, self.config, micro_batches, targets, self.step, self.watchdog.tick
+            )
+        self._decide(what)
         if self.skipped_in_a_row >= self.config.train.max_skipped_steps:
             diverged = NonFiniteError(
                 f"The last {self.skipped_in_a_row} gradients up to step {self.step} were not finite; "
@@ -255,6 +301,7 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "recent_losses": self.detector.recent,
             "data": self.data_state,
             "tokenizer_sha256": self.manifest.tokenizer_sha256,
             "probe_loss": self._probe(),
@@ -304,6 +351,11 @@ class Trainer:
     def _say(self, text: str) -> None:
         if self.world.is_first:
             self.progress.say(text)
+
+    def _decide(self, what: str) -> None:
+        """Say and log what the run has decided by itself."""
+        self._say(f"step {self.step}: {what}")
+        self.run.decide(self.step, what)
 
     def _announce(self) -> None:
         """What this attempt does, before the first step."""
@@ -360,6 +412,8 @@ class Trainer:
             "data/samples_checksum": checksum,
             "memory/peak_bytes": self._peak_memory(),
         }
+        if self.config.train.spike_sigma:
+            scalars["train/rewinds"] = float(len(self.start.skipped.rewinds))
         scalars |= {f"time/{phase}_seconds": total / steps for phase, total in phases.items()}
         self.monitor.scalars(self.step, scalars | observed)
         for tag, values in distributions.items():
@@ -374,6 +428,12 @@ class Trainer:
             return float(torch.cuda.max_memory_allocated())
         unit = 1 if sys.platform == "darwin" else 1024
         return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+def _batch_number(stream: TrainStream) -> int:
+    """The global batch that `stream` hands out next, counted from 0 over all epochs."""
+    position = stream.state_dict()
+    return position["epoch"] * stream.steps_per_epoch + position["step_in_epoch"]
 
 
 def _checksum(sample_ids: Tensor) -> float:

@@ -5,24 +5,26 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mesatron.checkpoint.format import set_aside
+from mesatron.checkpoint.format import LATEST, set_aside
 from mesatron.checkpoint.retention import remove_leftovers
-from mesatron.checkpoint.verify import find_latest
+from mesatron.checkpoint.verify import find_latest, list_checkpoints
 from mesatron.config import Config, changed_keys, dump_config, load_config
-from mesatron.errors import CheckpointError, ConfigError, PreemptedError, StoppedEarly
+from mesatron.errors import CheckpointError, ConfigError, LossSpikeError, PreemptedError, StoppedEarly
 from mesatron.files import replace_file
 from mesatron.monitor.attempts import Attempt
+from mesatron.train.spikes import SKIPPED_FILE, Rewind, Skipped
 from mesatron.train.stop import StopFlag
 
 # Keys that may change between attempts: what a run computes does not depend on them, beyond rounding.
 FREE_KEYS = (
     "name", "runs_folder", "data.input_folder", "data.folder", "data.workers", "data.timeout_seconds",
     "train.micro_batch_size", "train.activation_checkpointing", "train.loss_chunk_tokens", "train.max_skipped_steps",
-    "train.watchdog_seconds",
+    "train.watchdog_seconds", "train.dump_nonfinite", "train.spike_sigma", "train.spike_steps", "train.max_rewinds",
     "tokenizer.", "parallel.", "checkpoint.", "monitor.", "evaluate.", "launch.", "model.implementation",
     "model.mesa.implementation",
     "model.mesa.chunk_size",
@@ -43,12 +45,13 @@ lock lives on a node that the cluster has lost, and is fenced off by the new att
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where an attempt begins: a checkpoint that verifies, or step 0; `notes` say why, a line each."""
+    """Where an attempt begins or goes back to: a checkpoint that verifies, or step 0; `notes` say why, a line each."""
 
     checkpoint: Path | None = None
     step: int = 0
     attempt: str = ""
     notes: list[str] = field(default_factory=list)
+    skipped: Skipped = field(default_factory=Skipped)
 
 
 class Run:
@@ -101,7 +104,36 @@ class Run:
                 notes.append(f"{info.path.name} now lies in {set_aside(info.path, 'damaged', identifier)}.")
         replace_file(self.folder / "config.yaml", [dump_config(self.config).encode()])
         replace_file(self.folder / "environment.json", [json.dumps(environment, indent=1).encode() + b"\n"])
-        return ResumePoint(latest.path if latest else None, step, identifier, notes)
+        return ResumePoint(latest.path if latest else None, step, identifier, notes, Skipped.read(self.folder))
+
+    def go_back(self, attempt: str, spike: Rewind, what: str) -> ResumePoint:
+        """Undo a spike in the first process: remove the checkpoints from the step before it on, leave its batches out.
+
+        `spike.to_step` is found here; `what` describes the spike. Raises LossSpikeError when the run has gone back
+        `train.max_rewinds` times.
+        """
+        self.fence()
+        skipped = Skipped.read(self.folder)
+        if len(skipped.rewinds) >= self.config.train.max_rewinds:
+            raise LossSpikeError(
+                f"After step {spike.last_step} {what}, and the run has gone back {len(skipped.rewinds)} times; lower "
+                "train.peak_lr, or raise train.max_rewinds or train.spike_sigma to go on."
+            )
+        checkpoints = self.folder / "checkpoints"
+        for info in list_checkpoints(checkpoints):
+            if info.step >= spike.first_step - 1 and info.path.name.startswith("step-"):
+                shutil.rmtree(set_aside(info.path, ".trash", attempt))
+        (checkpoints / LATEST).unlink(missing_ok=True)
+        latest, _ = find_latest(checkpoints)
+        spike.to_step = latest.step if latest else 0
+        skipped.add(self.folder, spike)
+        decision = (
+            f"{what}: going back to step {spike.to_step} (rewind {len(skipped.rewinds)} of at most "
+            f"{self.config.train.max_rewinds}) and leaving out the global batches {spike.batches[0]} to "
+            f"{spike.batches[-1]}, whose sequences are listed in {self.folder / SKIPPED_FILE}"
+        )
+        self.decide(spike.last_step, decision)
+        return ResumePoint(latest.path if latest else None, spike.to_step, attempt, [decision], skipped)
 
     def check_shared(self) -> None:
         """In every process, after the first has opened the run: raise ConfigError where its folder is not seen."""

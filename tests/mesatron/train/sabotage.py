@@ -1,6 +1,8 @@
 """Run the train verb with one thing going wrong: `python sabotage.py FAULT=VALUE train CONFIG...`.
 
 inf=3,4     the last process's gradient is not finite in these steps
+weight=3    a weight of block 1 is so large before step 3 that the block's output overflows
+gradient=3  from step 3 on the gradient that leaves the mixer of block 1 is not finite
 kill=7      the process kills itself in step 7, after its first backward pass of it
 still=7     step 7 changes nothing, so that what is saved after it is what was restored
 memory=N    N bytes more than at the start of the rehearsal is all the memory there is
@@ -9,9 +11,11 @@ signal=7    the last process sends itself SIGUSR1, SIGTERM and SIGUSR1 while it 
 wait=7      the first process waits for a line on its standard input before step 7
 hang=7      the last process waits for something that never comes while it works on step 7
 slow=N      each batch takes N tenths of a second longer, the rehearsal 5 N and each tensor saved or restored N / 10
+garbage=40,41  the tokens of these global batches, counted from 0, are those that are rare elsewhere
 request=7   a file that asks to stop appears in the run folder in step 7
 """
 
+import dataclasses
 import os
 import re
 import resource
@@ -23,6 +27,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+from mesatron_data.batch import Batch
+from mesatron_data.stream import TrainStream
+
 import mesatron
 from mesatron.parallel.distributed import World
 from mesatron.parallel.zero import ZeroEngine
@@ -33,6 +41,7 @@ fault, value = sys.argv[1].split("=")
 steps = [int(number) for number in value.split(",") if number.isdigit()]
 now = {"step": 0}
 train_step, rehearse = Trainer._train_step, Trainer._rehearse
+read = TrainStream._read
 backward, set_lr = ZeroEngine.backward, ZeroEngine._set_lr
 
 
@@ -42,12 +51,43 @@ def send_signals(world: World) -> None:
             os.kill(os.getpid(), number)
 
 
+def read_garbage(stream: TrainStream, number: int) -> Batch:
+    batch = read(stream, number)
+    if number not in steps:
+        return batch
+    size = stream.manifest.vocabulary_size
+    swapped = [torch.where(x > 1, size + 1 - x, x) for x in (batch.tokens, batch.targets)]
+    return dataclasses.replace(batch, tokens=swapped[0], targets=swapped[1])
+
+
+def spoil_gradient(_: object, arguments: tuple) -> tuple | None:
+    x = arguments[0]
+    return (SpoiltGradient.apply(x), *arguments[1:]) if torch.is_grad_enabled() else None
+
+
+class SpoiltGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("inf")
+
+
 def sabotaged_step(trainer: Trainer) -> bool:
     now["step"] = trainer.step + 1
     if fault == "wait" and now["step"] in steps and trainer.world.is_first:
         sys.stdin.readline()
     if fault == "request" and now["step"] in steps and trainer.world.is_first:
         (trainer.config.run_folder / REQUEST_FILE).write_text('{"reason": "enough", "code": 75}')
+    if fault == "weight" and now["step"] in steps:
+        weights = dict(trainer.engine.gather("weight"))
+        for name in weights.keys() & {"blocks.1.mlp.down.weight"}:
+            weights[name].fill_(3e38)
+        trainer.engine.restore(lambda _, name: weights[name], ("weight",))
+    if fault == "gradient" and now["step"] in steps and 1 in trainer.engine.blocks():
+        trainer.engine.blocks()[1].mixer.register_forward_pre_hook(spoil_gradient)
     if fault == "still" and now["step"] in steps:
         trainer.step += 1
         trainer.data_state = trainer.stream.state_dict()
@@ -104,6 +144,8 @@ def with_signals(moment: Callable) -> Callable:
 
 Trainer._train_step, Trainer._rehearse = sabotaged_step, sabotaged_rehearsal
 ZeroEngine.backward, ZeroEngine._set_lr = sabotaged_backward, sabotaged_set_lr
+if fault == "garbage":
+    TrainStream._read = read_garbage
 if fault == "slow":
     ZeroEngine.losses, ZeroEngine._part = slowly(ZeroEngine.losses, 1), slowly(ZeroEngine._part, 0.1)
 if fault == "signal" and not steps:

@@ -98,8 +98,7 @@ def settle(config: Config) -> int:
     why = {FOR_CLUSTER: "stopped on the cluster's request", UnfitError.exit_code: "a node is unfit"}.get(
         code, f"the training ended with {code}"
     )
-    state = scheduler.job_state(note.job)
-    if state != "RUNNING":  # cancelled, or already being requeued by Slurm
+    if not scheduler.may_be_requeued(note.job):
         return code
     if history.requeues_without_progress() >= config.launch.max_requeues:
         history.decide(f"no requeue ({why}): {config.launch.max_requeues} brought no new checkpoint")

@@ -49,6 +49,15 @@ def job_state(job: str) -> str:
     return fields("job", job).get("JobState", "UNKNOWN")
 
 
+def may_be_requeued(job: str) -> bool:
+    """Whether a job that is about to end would stay ended against nobody's will.
+
+    Not one that was cancelled, or that Slurm queues again by itself; but one that its time limit ends.
+    """
+    found = fields("job", job)
+    return found.get("JobState") == "RUNNING" or found.get("Reason") == "TimeLimit"
+
+
 def requeue(job: str, excluded: Sequence[str]) -> None:
     """End a running job and queue it again, not to run on the `excluded` nodes."""
     already = fields("job", job).get("ExcNodeList", "(null)")

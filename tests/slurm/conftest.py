@@ -22,7 +22,7 @@ def cluster() -> Iterator[Cluster]:
     missing = unavailable()
     if missing:
         pytest.skip(f"no Slurm here: {missing}")
-    with tempfile.TemporaryDirectory(prefix="mesatron-slurm-") as folder, Cluster(Path(folder) / "c", 3) as cluster:
+    with tempfile.TemporaryDirectory(prefix="mesatron-slurm-") as folder, Cluster(Path(folder) / "c", 3, 10) as cluster:
         yield cluster
 
 

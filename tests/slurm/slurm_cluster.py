@@ -307,3 +307,15 @@ def _name(process: psutil.Process) -> str:
         return process.name()
     except psutil.NoSuchProcess:
         return "slurmd"
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    missing = unavailable()
+    if missing:
+        raise SystemExit(missing)
+    with tempfile.TemporaryDirectory(prefix="slurm-") as place, Cluster(Path(place) / "c", nodes=3) as tried:
+        print("A shell on the head of a cluster of three nodes; sinfo, sbatch ... work here. It ends with the shell.")
+        variables = os.environ | {"SLURM_CONF": str(tried.folder / "slurm.conf")}
+        subprocess.run([*tried.prefix(CONTROLLER), "bash"], env=variables)

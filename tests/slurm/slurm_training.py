@@ -110,7 +110,8 @@ class Training:
     # --- what a run leaves
 
     def records(self, event: str) -> list[dict[str, Any]]:
-        lines = map(json.loads, (self.folder / "attempts.jsonl").read_text().splitlines())
+        path = self.folder / "attempts.jsonl"
+        lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
         return [record for record in lines if record["event"] == event]
 
     def decisions(self) -> list[str]:

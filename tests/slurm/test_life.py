@@ -20,34 +20,28 @@ def test_a_plain_run(untouched: Training) -> None:
     assert untouched.decisions() == []
 
 
-def test_the_clusters_signal(training: Make, untouched: Training) -> None:
-    """What `--signal=B:USR1@...` sends before the time limit: saved, ended with 76, queued again, finished."""
+def test_the_clusters_signal_a_killed_rank_and_a_crashed_node(training: Make, untouched: Training) -> None:
+    """One run, one after the other: what `--signal=B:USR1@...` sends before the time limit; a process on one node; the
+    other node, with the batch script and the place where all meet."""
     run = training()
     run.submit()
     run.wait_for_step(7)
     run.cluster.slurm("scancel", "--batch", "--signal=USR1", run.job)
-    run.finish()
-    run.check_equals(untouched)
-    first, second = run.records("end")
-    assert first["exit_code"] == 76
-    assert second["exit_code"] == 0
-    assert run.decisions() == ["requeue (stopped on the cluster's request)"]
-    assert run.records("start")[1]["resumed_from"] >= 7
-
-
-def test_a_killed_rank_and_a_crashed_node(training: Make, untouched: Training) -> None:
-    """First a process on one node, then the other node with the batch script and torchrun's store."""
-    run = training()
-    run.submit()
-    run.wait_for_step(7)
-    run.workers("n2")[0].send_signal(signal.SIGKILL)
     run.wait_for_step(12, start=2)
+    run.workers("n2")[0].send_signal(signal.SIGKILL)
+    run.wait_for_step(17, start=3)
     run.cluster.crash("n1")
     run.cluster.boot("n1")
     run.finish()
     run.check_equals(untouched)
-    assert [record.get("failed_node") for record in run.records("decision")] == ["n2", None, "n1"]
-    assert [end["exit_code"] for end in run.records("end")] == [8, None, 0]
+    assert [end["exit_code"] for end in run.records("end")] == [76, 8, None, 0]
+    assert run.records("start")[1]["resumed_from"] >= 7
+    assert run.decisions() == [
+        "requeue (stopped on the cluster's request)",
+        "node n2 failed: a process there ended without a word",
+        "requeue (the training ended with 1)",
+        "node n1 failed: a process there ended without a word",
+    ]
 
 
 @pytest.mark.long
@@ -100,14 +94,16 @@ def test_preempted(training: Make, untouched: Training, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_time_limit(training: Make, untouched: Training) -> None:
-    """Slurm's own signal before the limit of a minute, with a minute's lead: it comes at once or soon."""
-    run = training("limit", **{"train.steps": 3000, "train.warmup_steps": 2, "checkpoint.every_steps": 1000})
-    run.submit("--time=1", "--signal=B:USR1@50")
-    run.wait_for_step(20)
-    run.cluster.wait_for(lambda: run.records("end"), 100, "the first attempt to end")
+@pytest.mark.parametrize(("limit", "told"), [("3", "USR1@60"), ("1", "URG@1")])
+def test_the_time_limit(training: Make, limit: str, told: str) -> None:
+    """Told before it, or not (bash ignores URG): then a TERM comes, and a save that is quick enough is the last."""
+    run = training("limit", **{"train.steps": 9000, "checkpoint.every_steps": 3000, "evaluate.every_steps": 9000})
+    run.submit(f"--time={limit}", f"--signal=B:{told}")
+    run.cluster.wait_for(lambda: run.records("end"), 240, "the first attempt to end")
     assert run.records("end")[0]["exit_code"] == 76
-    run.wait_for_step(run.records("start")[-1]["resumed_from"] or 1, start=2)
+    run.wait_for_step(run.step() + 5, start=2)
+    assert run.records("start")[1]["resumed_from"] > 0
+    assert run.decisions() == ["requeue (stopped on the cluster's request)"]
     run.verb("launch", "stop", str(run.folder))
     run.finish(code=75)
 

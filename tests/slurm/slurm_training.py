@@ -42,6 +42,8 @@ class Training:
         self.folder, self.steps, self.data = loaded.run_folder, loaded.train.steps, loaded.data.folder
         self.output = config.parent / "job.out"
         self.job = ""
+        self.damaged = False
+        """Whether a checkpoint was damaged on purpose, which is to be found set aside, or removed since."""
         self.cut_off: set[str] = set()
         """Nodes that lost touch with Slurm, which kills what lives on there when they are back."""
 
@@ -140,7 +142,7 @@ class Training:
         steps = [step for tag, step in points if tag == "train/loss"]
         assert sorted(steps) == list(range(1, self.steps + 1))
         for info in list_checkpoints(self.folder / "checkpoints", deep=True):
-            assert info.status == "complete", info
+            assert info.status == "complete" or (self.damaged and info.path.name.startswith("damaged-")), info
 
     def check_no_process(self) -> None:
         """Nothing runs on any host, or does not for long."""

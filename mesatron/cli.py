@@ -178,6 +178,7 @@ def summary(run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run 
         ("tokens seen", f"{result.tokens_seen:,}"),
         ("validation perplexity", f"{figure(result.first_perplexity)} untrained, {figure(result.last_perplexity)} now"),
         ("tokens per second", f"{result.tokens_per_second:,.0f} (median)"),
+        ("time", result.goodput.describe() if result.goodput else "not measured"),
         ("checkpoint", str(result.checkpoint or "none")),
         ("TensorBoard", str(result.tensorboard)),
         ("to look at it", f"{Path(sys.executable).with_name('tensorboard')} --logdir {result.tensorboard}"),

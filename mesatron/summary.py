@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from mesatron.checkpoint.format import STATE
 from mesatron.checkpoint.verify import list_checkpoints
 from mesatron.config import load_config
-from mesatron.errors import ConfigError
+from mesatron.errors import ConfigError, PreemptedError, StoppedEarly
+from mesatron.monitor.attempts import read_attempts
+from mesatron.monitor.goodput import Goodput, account
+
+ENDED_AFTER_SAVING = (0, StoppedEarly.exit_code, PreemptedError.exit_code)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Figures of a run; perplexities are None before the first validation."""
+    """Figures of a run; perplexities are None before the first validation, goodput before the first attempt."""
 
     step: int
     steps: int
@@ -23,6 +29,7 @@ class Summary:
     tokens_per_second: float
     checkpoint: Path | None
     tensorboard: Path
+    goodput: Goodput | None
 
 
 def summarize(run_folder: Path) -> Summary:
@@ -49,4 +56,18 @@ def summarize(run_folder: Path) -> Summary:
         tokens_per_second=speeds[len(speeds) // 2] if speeds else 0.0,
         checkpoint=complete[-1].path if complete else None,
         tensorboard=run_folder / "tensorboard",
+        goodput=_goodput(run_folder, complete[-1].path if complete else None, lines),
     )
+
+
+def _goodput(run_folder: Path, checkpoint: Path | None, metrics: list[dict[str, Any]]) -> Goodput | None:
+    records = read_attempts(run_folder / "attempts.jsonl")
+    if not records:
+        return None
+    kept = json.loads((checkpoint / STATE).read_text()).get("seconds", {}) if checkpoint else {}
+    # Attempts that never came to a step have nothing to say.
+    ends = [record for record in records if record["event"] == "ready" or record.get("seconds")]
+    if ends and ends[-1].get("exit_code") in ENDED_AFTER_SAVING:
+        kept = ends[-1]["seconds"]
+    started = max(record["time"] for record in records if record["event"] == "start")
+    return account(records, kept, max([started, *(line["time"] for line in metrics[-1:])]))

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,33 @@ class Attempt:
 
     Lines: {"event": "start", "attempt": 2, "time": <Unix seconds>, "host": ..., "pid": ..., "resumed_from": 100},
     {"event": "decision", "attempt": 2, "time": ..., "step": 120, "what": "..."}
-    and {"event": "end", "attempt": 2, "time": ..., "reason": "finished", "exit_code": 0}, where time and exit_code are
-    null if killed.
+    {"event": "ready", "attempt": 2, "time": ..., "step": 100} when the first step begins,
+    and {"event": "end", "attempt": 2, "time": ..., "reason": "finished", "exit_code": 0, "seconds": {...}}, with the
+    time spent as mesatron.monitor.goodput has it. If the attempt was killed, time and exit_code are null, and last_seen
+    and last_step are those of `last_sign`, the last figures it has written (the time of its start if there are none).
     """
 
-    def __init__(self, path: Path, resumed_from: int | None) -> None:
+    def __init__(self, path: Path, resumed_from: int | None, last_sign: Mapping[str, Any] | None = None) -> None:
         self._path = path
-        records = _read(path)
-        started = [record["attempt"] for record in records if record["event"] == "start"]
+        records = read_attempts(path)
+        started = {record["attempt"]: record["time"] for record in records if record["event"] == "start"}
         ended = {record["attempt"] for record in records if record["event"] == "end"}
+        _remove_torn_end(path)
         self.killed = [attempt for attempt in started if attempt not in ended]
         self.number = max(started, default=0) + 1
         for attempt in self.killed:
-            self._append({"event": "end", "attempt": attempt, "time": None, "reason": "killed", "exit_code": None})
+            sign = last_sign if last_sign and last_sign["time"] > started[attempt] else {}
+            self._append(
+                {
+                    "event": "end",
+                    "attempt": attempt,
+                    "time": None,
+                    "reason": "killed",
+                    "exit_code": None,
+                    "last_seen": sign.get("time", started[attempt]),
+                    "last_step": sign.get("step"),
+                }
+            )
         self._append(
             {
                 "event": "start",
@@ -56,8 +71,7 @@ class Attempt:
             file.seek(self._examined_bytes)
             news = file.read()
         whole = news[: news.rfind(b"\n") + 1]
-        for line in whole.splitlines():
-            record = json.loads(line)
+        for record in _parse(whole):
             if record["event"] == "start" and record["attempt"] > self.number:
                 raise FencedError(
                     f"Attempt {record['attempt']} on {record['host']} has taken over {self._path.parent}, so attempt "
@@ -65,43 +79,56 @@ class Attempt:
                 )
         self._examined_bytes += len(whole)
 
+    def ready(self, step: int) -> None:
+        """Log that the step after `step` begins."""
+        self._append({"event": "ready", "attempt": self.number, "time": time.time(), "step": step})
+
     def decide(self, step: int, what: str) -> None:
         """Log a decision that the run took by itself after `step`."""
         self._append({"event": "decision", "attempt": self.number, "time": time.time(), "step": step, "what": what})
 
-    def end(self, reason: str, exit_code: int) -> None:
+    def end(self, reason: str, exit_code: int, seconds: Mapping[str, float] | None = None) -> None:
         """Log why this attempt ends, in a few words, and the exit code it ends with; nothing once it is not the newest,
         which has logged its end already."""
         with suppress(FencedError):
             self.check_newest()
-            self._log_end(reason, exit_code)
-
-    def _log_end(self, reason: str, exit_code: int) -> None:
-        self._append(
-            {
-                "event": "end",
-                "attempt": self.number,
-                "time": time.time(),
-                "reason": reason,
-                "exit_code": exit_code,
-            }
-        )
+            self._append(
+                {
+                    "event": "end",
+                    "attempt": self.number,
+                    "time": time.time(),
+                    "reason": reason,
+                    "exit_code": exit_code,
+                    "seconds": seconds or {},
+                }
+            )
 
     def _append(self, record: dict[str, Any]) -> None:
         append_file(self._path, (json.dumps(record) + "\n").encode())
         sync_file(self._path)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The lines that are records; a last one torn by a kill is removed, or the next would be glued to it."""
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if whole != content:
-        replace_file(path, [whole])
+def read_attempts(path: Path) -> list[dict[str, Any]]:
+    """The lines of attempts.jsonl that are whole; none if there is no such file."""
+    return _parse(_whole_lines(path)[0])
+
+
+def _parse(lines: bytes) -> list[dict[str, Any]]:
     records = []
-    for line in whole.splitlines():
+    for line in lines.splitlines():
         with suppress(ValueError):
             records.append(json.loads(line))
     return records
+
+
+def _remove_torn_end(path: Path) -> None:
+    """A last line that a kill has torn would be glued to the next one."""
+    whole, torn = _whole_lines(path)
+    if torn:
+        replace_file(path, [whole])
+
+
+def _whole_lines(path: Path) -> tuple[bytes, bytes]:
+    content = path.read_bytes() if path.exists() else b""
+    end = content.rfind(b"\n") + 1
+    return content[:end], content[end:]

@@ -1,6 +1,9 @@
 """What a person sees while a run goes on: a bar in a terminal, plain lines of always the same fields elsewhere."""
 
+import os
+import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -32,6 +35,22 @@ def plain_line(reading: Reading, steps: int, eta_seconds: float) -> str:
     return f"step {reading.step}/{steps}  {_figures(reading)}  eta {timedelta(seconds=round(eta_seconds))}"
 
 
+class Log(Console):
+    """Standard output, cut by no terminal's width and coloured by nothing in a file. A run outlives its readers: when
+    a pipe has none left, that is said once on standard error."""
+
+    def __init__(self) -> None:
+        super().__init__(soft_wrap=True, highlight=False)
+
+    def on_broken_pipe(self) -> None:
+        """Write nowhere from now on, instead of ending the process, which is what the base class does."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        with suppress(OSError):
+            print("mesatron: nobody reads the output any more; the run goes on.", file=sys.stderr, flush=True)
+
+
 class Progress:
     """Shows the steps `first_step` + 1 to `steps`; use it as a context manager, which gives the terminal back.
 
@@ -42,8 +61,7 @@ class Progress:
         self._steps = steps
         self._first_step = first_step
         self._started = time.monotonic()
-        # Logs are cut by no terminal's width and coloured by nothing.
-        self._console = console or Console(soft_wrap=True, highlight=False)
+        self._console = console or Log()
         self._bar = RichProgress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),

@@ -154,10 +154,27 @@ class PipelineEngine(ZeroEngine):
         self.loss_sum = torch.zeros((), device=self.device)
         # DeepSpeed divides by the number of micro-batches, and averages over copies.
         self.loss_factor = len(micro_batches) * self.layout.copies.size / global_targets
-        with timer.phase("pipeline"):
+        with timer.phase("pipeline"), self._timing_blocks(timer):
             self.engine.train_batch(self._flow([(b.tokens, b.targets, b.cu_seqlens) for b in micro_batches]))
         grad_norm = float(self.engine.get_global_grad_norm())
         return self.loss_sum, StepResult(grad_norm, self.engine.was_step_applied())
+
+    @contextlib.contextmanager
+    def _timing_blocks(self, timer: PhaseTimer) -> Iterator[None]:
+        """Count the blocks' forward passes, which wait for nobody, as the phase `forward`."""
+        passing = contextlib.ExitStack()
+
+        def enter(*_: Any) -> None:
+            passing.enter_context(timer.phase("forward"))
+
+        def leave(*_: Any) -> None:
+            passing.close()
+
+        with contextlib.ExitStack() as hooks:
+            for block in self.blocks().values():
+                hooks.callback(block.register_forward_pre_hook(enter).remove)
+                hooks.callback(block.register_forward_hook(leave).remove)
+            yield
 
     def _flow(self, micro_batches: list[tuple[Tensor, Tensor, Tensor]]) -> Iterator[tuple[Carried, None]]:
         """What the first stage takes in; the targets wait for their micro-batch to arrive in the last one."""

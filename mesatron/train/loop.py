@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import signal
 import sys
@@ -34,7 +35,8 @@ from mesatron.evaluate.perplexity import measure
 from mesatron.kernel_choice import choose_kernels, with_kernels
 from mesatron.metrics import perplexity
 from mesatron.model import fused
-from mesatron.monitor.progress import Progress, Reading
+from mesatron.monitor.progress import Log, Progress, Reading
+from mesatron.monitor.stragglers import Stragglers
 from mesatron.monitor.writer import Monitor
 from mesatron.parallel import distributed
 from mesatron.parallel.distributed import World
@@ -74,7 +76,7 @@ def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow
         if start.step < config.train.steps:
             Trainer(config, world, run, watchdog, start, environment, allow_changes).train(stop_at_step)
         elif world.is_first:
-            print(f"{config.run_folder} is complete: step {start.step} of {config.train.steps} is saved.")
+            Log().print(f"{config.run_folder} is complete: step {start.step} of {config.train.steps} is saved.")
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal and a launcher may both have sent it
@@ -118,6 +120,7 @@ class Trainer:
         self.accumulation_steps = world.from_first(lambda: accumulation_steps(config, data_size))
         self.layout = lay_out(config, world)
         self.manifest: Manifest = world.from_first(lambda: open_data(config))
+        self.stragglers = Stragglers(config.monitor.straggler_ratio, world.gather(os.uname().nodename))
         self.timer = PhaseTimer(world.device, lambda phase: watchdog.begin(f"in {phase} of step {self.step + 1}"))
         self.step = start.step
         self.ending: type[MesatronError] | None = None
@@ -158,19 +161,24 @@ class Trainer:
                 self._announce()
             self._check_probe(origin.state.get("probe_loss"))
             self.ending = agreed(self.world.sum(*self.run.stop.votes()))
+            self.run.ready(self.step, origin.state.get("seconds", {}))
             if self.step == 0 and not self.ending:
                 self._validate()
             while self.step < last_step and self._train_step():
                 if self._due(self.config.evaluate.every_steps):
                     self._validate()
                 if self._due(self.config.checkpoint.every_steps) or self.step == last_step:
-                    self._save()
+                    with self.run.ledger.during("checkpoint"):
+                        self._save()
             if self.ending is FencedError:
                 fenced = self.run.stop.error(FencedError, self.step, self.config)
                 self._decide(str(fenced))
                 raise self.world.raised_by_all(fenced)
             if self.ending and self.step > self.saved_step:
-                self._save()
+                with self.run.ledger.during("checkpoint"):
+                    self._save()
+            if self.world.is_first and self.spike is None:
+                self._say(f"time       {self.run.goodput().describe()}")
 
     def _restore_counts(self, state: dict[str, Any]) -> None:
         """Put in place what is neither tensors nor data of a checkpoint's state, which is empty for a fresh start."""
@@ -202,7 +210,7 @@ class Trainer:
     def _train_step(self) -> bool:
         """One optimizer step on one global batch; False if all have agreed to end before it, or to go back."""
         begin = time.perf_counter()
-        with self.timer.phase("data"):
+        with self.timer.phase("data"), self.run.ledger.during("data"):
             batch = self._next_batch()
         micro_batches = [self.layout.piece(part) for part in batch.split(self.config.train.micro_batch_size)]
         own_targets = float(sum((part.targets != IGNORED_TARGET).sum() for part in micro_batches))
@@ -226,10 +234,18 @@ class Trainer:
         self.seconds_since_log += time.perf_counter() - begin
         self._count_skipped(result.applied, micro_batches, targets)
         if self._due(self.config.monitor.log_every_steps):
-            (global_loss_sum,) = self.layout.sum(self.own_loss_sum)
+            phases = self.timer.read()
+            own_seconds = [0.0] * self.world.size
+            own_seconds[self.world.rank] = phases["data"] + phases["forward"]
+            global_loss_sum, *seconds = self.layout.sum(self.own_loss_sum, from_all=own_seconds)
             observed = self._observe()
             if self.world.is_first:
-                self._log(global_loss_sum / targets, lr, result.grad_norm, checksum, *observed)
+                lag, slow = self.stragglers.note(seconds)
+                self._log(
+                    global_loss_sum / targets, lr, result.grad_norm, checksum, phases, lag | observed[0], observed[1]
+                )
+                for line in slow:
+                    self._say(f"step {self.step}: {line}")
         return True
 
     def _count_skipped(self, applied: bool, micro_batches: list[Batch], targets: float) -> None:
@@ -254,7 +270,7 @@ class Trainer:
     def _validate(self) -> None:
         """Perplexity of the current weights on held-out text, in all processes together."""
         self.watchdog.begin(f"validating after step {self.step}")
-        with self.engine.evaluating():
+        with self.engine.evaluating(), self.run.ledger.during("validation"):
             result = measure(self._watched_losses, iter(self.validation), self.manifest, self.layout)
         if self.world.is_first:
             by_source = {f"validation/loss_by_source/{name}": loss for name, loss in result.loss_by_source.items()}
@@ -301,6 +317,7 @@ class Trainer:
             "tokens_seen": self.tokens_seen,
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
+            "seconds": self.run.ledger.read(),
             "recent_losses": self.detector.recent,
             "data": self.data_state,
             "tokenizer_sha256": self.manifest.tokenizer_sha256,
@@ -394,13 +411,12 @@ class Trainer:
         return scalars, distributions
 
     def _log(
-        self, loss: float, lr: float, grad_norm: float, checksum: float,
+        self, loss: float, lr: float, grad_norm: float, checksum: float, phases: dict[str, float],
         observed: dict[str, float], distributions: dict[str, Tensor],
     ) -> None:  # fmt: skip
         """The step's figures, to TensorBoard, metrics.jsonl and the terminal."""
         seconds, steps = self.seconds_since_log, self.step - self.logged_step
         tokens_per_second = steps * self.config.tokens_per_step / seconds
-        phases = self.timer.read()
         scalars = {
             "train/loss": loss,
             "train/perplexity": perplexity(loss),

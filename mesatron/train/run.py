@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from mesatron.checkpoint.verify import find_latest, list_checkpoints
 from mesatron.config import Config, changed_keys, dump_config, load_config
 from mesatron.errors import CheckpointError, ConfigError, LossSpikeError, PreemptedError, StoppedEarly
 from mesatron.files import replace_file
-from mesatron.monitor.attempts import Attempt
+from mesatron.monitor.attempts import Attempt, read_attempts
+from mesatron.monitor.goodput import Goodput, Ledger, account
+from mesatron.monitor.records import last_metrics
 from mesatron.train.spikes import SKIPPED_FILE, Rewind, Skipped
 from mesatron.train.stop import StopFlag
 
@@ -59,9 +62,11 @@ class Run:
 
     def __init__(self, config: Config, stop: StopFlag) -> None:
         self.config, self.stop = config, stop
+        self.ledger = Ledger({})
         self.folder = config.run_folder
         self.attempt: Attempt | None = None
         self._lock: int | None = None
+        self._was_ready = False
 
     def open(self, environment: dict[str, Any], allow_changes: bool) -> ResumePoint:
         """Take the folder, decide where to go on and log the attempt.
@@ -94,8 +99,15 @@ class Run:
                 f"{checkpoints} is at step {step}, beyond train.steps = {self.config.train.steps}; raise train.steps "
                 "or start under another name."
             )
-        self.attempt = Attempt(self.folder / "attempts.jsonl", step or None)
-        notes += self.stop.watch_folder(self.attempt)
+        self.attempt = Attempt(
+            self.folder / "attempts.jsonl", step or None, last_metrics(self.folder / "metrics.jsonl")
+        )
+        for info in unreadable:
+            self.attempt.decide(step, f"went on without {info.path}: {info.reason.rstrip('.')}")
+        removed = self.stop.watch_folder(self.attempt)
+        for decision in removed:
+            self.attempt.decide(step, decision)
+        notes += removed
         notes += [f"Attempt {number} ended without a word: it was killed." for number in self.attempt.killed]
         identifier = f"attempt-{self.attempt.number:04d}"
         remove_leftovers(checkpoints, identifier)
@@ -153,10 +165,22 @@ class Run:
         if self.attempt is not None:
             self.attempt.decide(step, what)
 
+    def ready(self, step: int, seconds: dict[str, float]) -> None:
+        """The first step begins, after `step`; the checkpoint before it has taken `seconds` in all."""
+        self.ledger = Ledger(seconds)
+        self.ledger.begin()
+        if self.attempt is not None and not self._was_ready:
+            self.attempt.ready(step)
+            self._was_ready = True
+
+    def goodput(self) -> Goodput:
+        """Where the run's time went until now; in the first process."""
+        return account(read_attempts(self.folder / "attempts.jsonl"), self.ledger.read(), time.time())
+
     def close(self, reason: str, exit_code: int) -> None:
         """Log how the attempt ended and let go of the folder."""
         if self.attempt is not None:
-            self.attempt.end(reason, exit_code)
+            self.attempt.end(reason, exit_code, self.ledger.read() if self._was_ready else {})
             if exit_code in (StoppedEarly.exit_code, PreemptedError.exit_code):
                 self.stop.honoured()
             self.attempt = None

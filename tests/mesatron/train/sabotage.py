@@ -12,6 +12,7 @@ wait=7      the first process waits for a line on its standard input before step
 hang=7      the last process waits for something that never comes while it works on step 7
 slow=N      each batch takes N tenths of a second longer, the rehearsal 5 N and each tensor saved or restored N / 10
 garbage=40,41  the tokens of these global batches, counted from 0, are those that are rare elsewhere
+lag=N       every block takes the last process N hundredths of a second longer
 request=7   a file that asks to stop appears in the run folder in step 7
 """
 
@@ -32,6 +33,7 @@ from mesatron_data.batch import Batch
 from mesatron_data.stream import TrainStream
 
 import mesatron
+from mesatron.model.backbone import Block
 from mesatron.parallel.distributed import World
 from mesatron.parallel.zero import ZeroEngine
 from mesatron.train.loop import Trainer
@@ -43,6 +45,15 @@ now = {"step": 0}
 train_step, rehearse = Trainer._train_step, Trainer._rehearse
 read = TrainStream._read
 backward, set_lr = ZeroEngine.backward, ZeroEngine._set_lr
+
+
+def lagging(forward: Callable) -> Callable:
+    def sabotaged(*arguments: object, **options: object) -> object:
+        if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+            work(0.1)
+        return forward(*arguments, **options)
+
+    return sabotaged
 
 
 def send_signals(world: World) -> None:
@@ -146,6 +157,8 @@ Trainer._train_step, Trainer._rehearse = sabotaged_step, sabotaged_rehearsal
 ZeroEngine.backward, ZeroEngine._set_lr = sabotaged_backward, sabotaged_set_lr
 if fault == "garbage":
     TrainStream._read = read_garbage
+if fault == "lag":
+    Block.forward = lagging(Block.forward)
 if fault == "slow":
     ZeroEngine.losses, ZeroEngine._part = slowly(ZeroEngine.losses, 1), slowly(ZeroEngine._part, 0.1)
 if fault == "signal" and not steps:

@@ -69,6 +69,9 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert str(run.checkpoint(4)) in note
     assert reason in note
     assert f"continues {run.checkpoint(2)}" in outcome.output
+    (decision,) = [record for record in run.attempts() if record["event"] == "decision"]
+    assert (decision["attempt"], decision["step"]) == (2, 2)
+    assert decision["what"].startswith(f"went on without {run.checkpoint(4)}: ")
     assert (run.path / "checkpoints/damaged-step-00000004-attempt-0002").is_dir()
     assert run.steps() == [2, 4, 6]
     assert all(info.status == "complete" for info in list_checkpoints(run.path / "checkpoints", deep=True)[:1])

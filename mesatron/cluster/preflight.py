@@ -95,9 +95,9 @@ def examine(config: Config) -> Findings:
     def data() -> None:
         manifest = load_manifest(str(config.data.folder))
         check_prepared(config, manifest, config.data.folder)
-        found.facts["data"] = manifest.fingerprint
         own = config.tokenizer.path
-        found.facts["tokenizer"] = Tokenizer.load(own).sha256 if own.exists() else manifest.tokenizer_sha256
+        tokenizer = Tokenizer.load(own).sha256 if own.exists() else manifest.tokenizer_sha256
+        found.facts |= {"data": manifest.fingerprint[:12], "tokenizer": tokenizer[:12]}
 
     for check in (gpus, versions, space, data):
         attempt(check)
@@ -165,7 +165,7 @@ def run(config: Config, seconds: float) -> str:
         if dist.is_initialized():
             dist.destroy_process_group()
     nodes = len({finding.node for finding in findings})
-    facts = ", ".join(f"{name} {value[:40]}" for name, value in own.facts.items())
+    facts = ", ".join(f"{name} {value}" for name, value in own.facts.items())
     return (
         f"{nodes} {'node is' if nodes == 1 else 'nodes are'} fit: {size} processes, {reduced}clocks within "
         f"{max(map(abs, offsets)):.2f} s, {facts}"

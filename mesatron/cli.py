@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 import typer
 
 from mesatron.bench import bench_app
+from mesatron.cluster.verbs import launch_app
+from mesatron.cluster.words import leave_word
 from mesatron.doctor import doctor_app
 from mesatron.errors import REPORTED, CheckpointError, ConfigError, DataError, report, unusable_path
 
@@ -28,6 +30,7 @@ evaluate_app = typer.Typer(no_args_is_help=True, help="Measure trained models.")
 for name, group in {
     "config": config_app, "tokenizer": tokenizer_app, "data": data_app, "checkpoint": checkpoint_app,
     "evaluate": evaluate_app, "doctor": doctor_app, "bench": bench_app,
+    "launch": launch_app,
 }.items():  # fmt: skip
     app.add_typer(group, name=name)
 
@@ -66,6 +69,7 @@ def main() -> None:
 
 def _leave(code: int) -> None:
     """Exit at once: after a fault, waiting for threads or other processes could hang."""
+    leave_word(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mesatron.errors import ConfigError
 
+PATIENCE, UNLIMITED_SECONDS = 0.75, 120
+"""Processes wait for each other that part of `launch.preflight_seconds`, or of so many seconds if it is 0."""
+
 doctor_app = typer.Typer(no_args_is_help=True, help="Examine this machine.")
 
 
-@doctor_app.callback()
-def doctor() -> None:
-    """A group of one verb, which typer would otherwise take for the group itself."""
+@doctor_app.command("run")
+def run(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Config file of the run.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+) -> None:
+    """Examine the nodes of a run together: GPUs, versions, kernels, network, clocks, space, data, run folder.
+
+    Start it as the training is started: by torchrun on all nodes (launchers/slurm does), or alone for this machine.
+    """
+    from mesatron.config import load_config
+
+    config = load_config(file, overrides or [])
+    from mesatron.cluster.preflight import run
+
+    summary = run(config, PATIENCE * (config.launch.preflight_seconds or UNLIMITED_SECONDS))
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(f"preflight  {summary}")
 
 
 @doctor_app.command("kernels")

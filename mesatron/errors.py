@@ -59,6 +59,12 @@ class PeerLostError(MesatronError):
     already_reported = True
 
 
+class UnfitError(MesatronError):
+    """A machine is not fit for the run, or not like the others."""
+
+    exit_code = 9
+
+
 class StoppedEarly(MesatronError):
     """The run was asked to end before its last step; its checkpoint is saved and the same command continues it."""
 

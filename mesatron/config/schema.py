@@ -273,6 +273,14 @@ class LaunchConfig(Section):
 
     stop_signal: Literal["USR1", "USR2", "TERM", "HUP"] = "USR1"
     """Signal by which the cluster asks a run to save and end; TERM is always heard too."""
+    max_requeues: NonNegativeInt = 10
+    """A job that failed starts again at most so many times without a new checkpoint; 0 never starts one again."""
+    lead_seconds: NonNegativeInt = 0
+    """How long before its time limit a job gets the signal; 0 takes it from the run's measured saves and steps."""
+    processes_per_node: NonNegativeInt = 0
+    """Processes on every node; 0 takes one for each GPU that Slurm gives a node, or one."""
+    preflight_seconds: NonNegativeInt = 120
+    """`mesatron doctor run` may take so long on the nodes before training begins; 0 leaves it out."""
 
 
 class Config(Section):

@@ -109,6 +109,11 @@ def start() -> World:
         for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
                 raise ConfigError(f"WORLD_SIZE is {size} but {name} is not set; start the processes with torchrun.")
+    elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        raise ConfigError(
+            f"srun has started {os.environ['SLURM_STEP_NUM_TASKS']} processes that know nothing of each other; let it "
+            "start one torchrun on each node, as launchers/slurm/train.sbatch does."
+        )
     else:  # DeepSpeed and streaming read these themselves
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -144,7 +149,9 @@ def _meet(rank: int, size: int) -> dist.Store:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another process has ended."""
+    """Whether a collective failed because another process has ended, or an error was raised because of that."""
+    if error.__cause__ is not None and is_lost_peer(error.__cause__):
+        return True
     from_gloo = isinstance(error, RuntimeError) and re.search(r"gloo/.*([Cc]onnection|[Tt]imed out)", str(error))
     return bool(from_gloo) or isinstance(error, dist.DistError)
 

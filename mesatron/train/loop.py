@@ -494,6 +494,8 @@ def _stopped(step: int, config: Config) -> StoppedEarly:
 
 def _as_reported(error: BaseException, config: Config, world: World) -> BaseException:
     """The fault to report for an error of a library; any other is itself."""
+    if distributed.is_lost_peer(error):  # first: it may look like a fault of the data that were being opened
+        return PeerLostError(f"another process than rank {world.rank} ended")
     if isinstance(error, REPORTED):
         return error
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
@@ -504,6 +506,4 @@ def _as_reported(error: BaseException, config: Config, world: World) -> BaseExce
         )
     if isinstance(error, OSError) and error.filename is not None:
         return unusable_path(error)
-    if distributed.is_lost_peer(error):
-        return PeerLostError(f"another process than rank {world.rank} ended")
     return error

@@ -41,6 +41,11 @@ FIXED_KEYS = (
 )  # fmt: skip
 
 
+SOLE_OWNER = "MESATRON_SOLE_OWNER"
+"""Environment variable by which a cluster's job says that no other job has a right to the run: whoever still holds the
+lock lives on a node that the cluster has lost, and is fenced off by the new attempt's number."""
+
+
 @dataclass(frozen=True)
 class ResumePoint:
     """Where an attempt begins or goes back to: a checkpoint that verifies, or step 0; `notes` say why, a line each.
@@ -199,7 +204,10 @@ class Run:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"Another process trains in {self.folder}; wait for it or choose another name.") from None
+            if SOLE_OWNER not in os.environ:
+                raise ConfigError(
+                    f"Another process trains in {self.folder}; wait for it or choose another name."
+                ) from None
         except OSError as error:
             raise ConfigError(
                 f"Cannot lock {self.folder} ({error.strerror}); put runs_folder on a file system that has locks."

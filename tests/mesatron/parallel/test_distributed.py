@@ -2,7 +2,7 @@
 
 import pytest
 
-from mesatron.errors import ConfigError
+from mesatron.errors import ConfigError, DataError
 from mesatron.parallel import distributed
 
 
@@ -14,3 +14,20 @@ def test_a_missing_variable_is_named(missing: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv(missing)
     with pytest.raises(ConfigError, match=f"WORLD_SIZE is 2 but {missing} is not set"):
         distributed.start()
+
+
+def test_processes_that_srun_started_alone_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would train the whole run by itself."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    with pytest.raises(ConfigError, match="srun has started 4 processes that know nothing of each other"):
+        distributed.start()
+
+
+def test_a_lost_peer_is_told_from_a_fault_that_it_caused() -> None:
+    """Whatever is being opened when the other process dies is not at fault, and a job may start again."""
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:747: Connection reset by peer")
+    fault = DataError("Cannot open shards")
+    fault.__cause__ = lost
+    assert distributed.is_lost_peer(fault)
+    assert not distributed.is_lost_peer(DataError("Cannot open shards"))

@@ -1,0 +1,94 @@
+"""What attempts.jsonl says of a run, and the lines that a job adds to it around the training."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mesatron.checkpoint.format import STEP_FOLDER
+from mesatron.files import append_file, sync_file
+
+
+class History:
+    """The attempts of the run in `folder`, read anew at every call, for another process may be writing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._path = folder / "attempts.jsonl"
+
+    def records(self, event: str | None = None) -> list[dict[str, Any]]:
+        """All lines, or those of one event."""
+        records = []
+        if self._path.exists():
+            for line in self._path.read_bytes().splitlines():
+                with suppress(ValueError):  # torn by a kill
+                    records.append(json.loads(line))
+        return [record for record in records if event in (None, record["event"])]
+
+    @property
+    def newest_attempt(self) -> int:
+        """Number of the attempt that was started last; 0 before the first."""
+        return max((record["attempt"] for record in self.records("start")), default=0)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the newest attempt has not logged its end; a killed one logs it only when the next one starts."""
+        ended = {record["attempt"] for record in self.records("end")}
+        return self.newest_attempt not in ended | {0}
+
+    def end_code(self, first_attempt: int) -> int | None:
+        """Exit code of the last attempt from `first_attempt` on; None if none ended with a word of its own."""
+        ends = [record["exit_code"] for record in self.records("end") if record["attempt"] >= first_attempt]
+        return ends[-1] if ends else None
+
+    @property
+    def saved_step(self) -> int:
+        """Step of the newest checkpoint by its name; 0 before the first."""
+        folders = (self.folder / "checkpoints").glob("step-*")
+        return max((int(path.name[5:]) for path in folders if STEP_FOLDER.fullmatch(path.name)), default=0)
+
+    def decide(self, what: str, **details: str | int) -> None:
+        """Add the line of an automatic decision, and say it on standard error, for a script may read the output."""
+        print(f"mesatron: {what}.", file=sys.stderr, flush=True)
+        record = {
+            "event": "decision", "attempt": self.newest_attempt or None, "time": time.time(), "step": self.saved_step,
+            "what": what,
+        }  # fmt: skip
+        # A line that a kill has torn must not take this one with it.
+        torn = self._path.exists() and self._path.read_bytes()[-1:] not in (b"", b"\n")
+        append_file(self._path, (("\n" if torn else "") + json.dumps(record | details) + "\n").encode())
+        sync_file(self._path)
+
+    def requeues_without_progress(self) -> int:
+        """Requeues decided since the newest checkpoint was made."""
+        decisions = self.records("decision")
+        requeues = [record["step"] for record in decisions if record["what"].startswith("requeue")]
+        return sum(step >= self.saved_step for step in requeues)
+
+    def failed_nodes(self) -> dict[str, int]:
+        """How often each node was found to have failed."""
+        counts: dict[str, int] = {}
+        for record in self.records("decision"):
+            if "failed_node" in record:
+                counts[record["failed_node"]] = counts.get(record["failed_node"], 0) + record["failures"]
+        return counts
+
+    def slowest_step_and_save_seconds(self, tokens_per_step: int) -> float | None:
+        """Seconds of the slowest step among the last hundred logged, and of the slowest save that is kept.
+
+        None before the first checkpoint.
+        """
+        saves = []
+        for checkpoint in (self.folder / "checkpoints").glob("step-*"):
+            with suppress(OSError):  # being removed
+                times = [path.stat().st_mtime for path in checkpoint.iterdir()]
+                saves.append(max(times) - min(times))
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_text().splitlines()[-100:] if path.exists() else []
+        speeds = [json.loads(line).get("train/tokens_per_second") for line in lines if line.endswith("}")]
+        slowest = min((speed for speed in speeds if speed), default=None)
+        return None if slowest is None or not saves else tokens_per_step / slowest + max(saves)

@@ -1,0 +1,175 @@
+"""What a Slurm job does before and after its training: where the processes meet, and whether to start again."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mesatron.cluster import scheduler
+from mesatron.cluster.history import History
+from mesatron.cluster.network import endpoint, free_port, source_address
+from mesatron.cluster.request import FOR_CLUSTER
+from mesatron.cluster.words import LastWords, forget
+from mesatron.config import Config, accumulation_steps, data_parallel_size
+from mesatron.errors import ConfigError, PeerLostError, UnfitError
+from mesatron.files import replace_file
+
+LAUNCH_FOLDER = "launch"
+"""Below a run folder: what was submitted, and notes about the job that runs."""
+JOB_FILE, UNFIT_FILE = "job.json", "unfit.json"
+NEEDED_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE")
+LOST_PEER, KILLED = PeerLostError.exit_code, 1
+FINAL_CODES = {0, 2, 3, 4, 5, 6, 7, 75, 78}
+"""Exit codes of a training that another start would not change, or that has been replaced by another."""
+FAILURES_OF_A_NODE = 2
+"""A node that failed so often in a run is not used for it again."""
+TIDY_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class Job:
+    """This start of a job. `attempt` is the number that its training will have in attempts.jsonl."""
+
+    job: str
+    nodes: list[str]
+    processes: int
+    attempt: int
+    words: str
+
+
+def begin(config: Config) -> dict[str, str]:
+    """In a job, before anything runs on its nodes: shell variables for the batch script.
+
+    Notes the job in the run folder, blames the nodes that let the start before this one down, and requeues the job if
+    one of them has done so twice and is among its nodes again. Raises ConfigError when Slurm's variables are missing,
+    when the job's shape does not fit the config, or when there is no address by which its nodes could meet.
+    """
+    job, nodes, processes = _shape(config)
+    data_size = data_parallel_size(config, len(nodes) * processes)
+    accumulation_steps(config, data_size)
+    folder = config.run_folder.absolute()
+    launch = folder / LAUNCH_FOLDER
+    launch.mkdir(parents=True, exist_ok=True)
+    history = History(folder)
+    previous = last_job(folder)
+    if previous:
+        if previous.job != job and scheduler.job_state(previous.job) == "RUNNING":
+            raise ConfigError(f"Job {previous.job} trains {folder} already; wait for it or choose another name.")
+        _blame(history, previous)
+    excluded = [node for node in unfit_nodes(history) if node in nodes]
+    if excluded:
+        history.decide(f"requeue: {', '.join(excluded)} failed {FAILURES_OF_A_NODE} times and is excluded")
+        scheduler.requeue(job, excluded)
+        raise UnfitError(f"Job {job} was given {', '.join(excluded)} again, and is queued again without.")
+    identity = f"{job}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    words = launch / f"words-{identity}"
+    words.mkdir(exist_ok=True)
+    note = Job(job, nodes, processes, history.newest_attempt + 1, str(words))
+    replace_file(launch / JOB_FILE, [json.dumps(note.__dict__).encode()])
+    threads = max(1, int(os.environ.get("SLURM_CPUS_ON_NODE", "1")) // processes)
+    return {
+        "run_folder": str(folder), "attempt": str(note.attempt), "processes": str(processes),
+        "endpoint": endpoint(_meeting_address(nodes), free_port(int(job))), "identity": identity, "words": str(words),
+        "threads": str(threads), "preflight_seconds": str(config.launch.preflight_seconds),
+    }  # fmt: skip
+
+
+def settle(config: Config) -> int:
+    """In a job, after its training or preflight has ended: requeue it if that is worth while; returns the exit code.
+
+    torchrun and srun answer 1 to every failure, and 0 to some; attempts.jsonl and the processes' last words know more.
+    """
+    folder = config.run_folder.absolute()
+    history, note = History(folder), last_job(folder)
+    if note is None:
+        raise ConfigError(f"{folder} knows no job; `mesatron launch begin` comes first.")
+    code = history.end_code(note.attempt)
+    if code is None or code == LOST_PEER:
+        code = LastWords.read(Path(note.words)).cause(LOST_PEER) or KILLED
+    for node in _blame(history, note):
+        tidy = [sys.executable, "-m", "mesatron", "launch", "tidy", str(config.data.folder.absolute())]
+        scheduler.run_on(node, tidy, TIDY_SECONDS)
+    if code in FINAL_CODES:
+        return code
+    why = {FOR_CLUSTER: "stopped on the cluster's request", UnfitError.exit_code: "a node is unfit"}.get(
+        code, f"the training ended with {code}"
+    )
+    if not scheduler.may_be_requeued(note.job):
+        return code
+    if history.requeues_without_progress() >= config.launch.max_requeues:
+        history.decide(f"no requeue ({why}): {config.launch.max_requeues} brought no new checkpoint")
+        return code
+    excluded = unfit_nodes(history)
+    history.decide(f"requeue ({why})" + (f" without {', '.join(excluded)}" if excluded else ""))
+    scheduler.requeue(note.job, excluded)
+    return code
+
+
+def last_job(folder: Path) -> Job | None:
+    """The newest start of a job on the run in `folder`, ended or not; None if there was none."""
+    path = folder / LAUNCH_FOLDER / JOB_FILE
+    return Job(**json.loads(path.read_text())) if path.exists() else None
+
+
+def unfit_nodes(history: History) -> list[str]:
+    """The nodes that the run should do without."""
+    return sorted(node for node, times in history.failed_nodes().items() if times >= FAILURES_OF_A_NODE)
+
+
+def _shape(config: Config) -> tuple[str, list[str], int]:
+    """Job id, node names and processes per node. Raises ConfigError where they are unknown or do not fit."""
+    for name in NEEDED_VARIABLES:
+        if name not in os.environ:
+            raise ConfigError(f"{name} is not set; submit the script with sbatch.")
+    tasks = os.environ["SLURM_TASKS_PER_NODE"]
+    if tasks.partition("(")[0] != "1" or "," in tasks:
+        raise ConfigError(
+            f"The job has {tasks} tasks per node, but one torchrun on each starts all processes there; submit it with "
+            "--ntasks-per-node=1."
+        )
+    number = int(os.environ["SLURM_JOB_NUM_NODES"])
+    names = [os.environ["SLURM_JOB_NODELIST"]]
+    if number > 1:
+        names = scheduler.host_names(names[0])
+    processes = config.launch.processes_per_node or int(os.environ.get("SLURM_GPUS_ON_NODE", "1"))
+    return os.environ["SLURM_JOB_ID"], names, processes
+
+
+def _meeting_address(nodes: Sequence[str]) -> str:
+    """The address of this node, the job's first, for the others."""
+    if len(nodes) == 1:
+        return "127.0.0.1"
+    other = nodes[1]
+    address = source_address([other]) or source_address([scheduler.fields("node", other).get("NodeAddr", other)])
+    if address is None:
+        raise ConfigError(
+            f"{nodes[0]} has no way to {other} but over its loopback device; check that node names resolve to routable "
+            "addresses."
+        )
+    return address
+
+
+def _blame(history: History, note: Job) -> list[str]:
+    """Log which nodes failed in a start of a job, from the words its processes left, and forget those.
+
+    Returns the nodes on which processes were killed.
+    """
+    folder = Path(note.words)
+    silent: list[str] = []
+    if not folder.exists():
+        return silent
+    found = folder / UNFIT_FILE
+    if found.exists():
+        for node, reason in json.loads(found.read_text()).items():
+            # What preflight finds needs no second time.
+            history.decide(f"node {node} is unfit: {reason}", failed_node=node, failures=FAILURES_OF_A_NODE)
+    else:
+        silent = LastWords.read(folder).silent(note.nodes, note.processes)
+        for node in silent:
+            history.decide(f"node {node} failed: a process there ended without a word", failed_node=node, failures=1)
+    forget(folder)
+    return silent

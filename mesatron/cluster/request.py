@@ -1,0 +1,22 @@
+"""Asking a training to stop, by the file in its run folder that it looks for at every step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mesatron.errors import PreemptedError, StoppedEarly
+from mesatron.files import replace_file
+from mesatron.train.stop import REQUEST_FILE
+
+FOR_CLUSTER, FOR_USER = PreemptedError.exit_code, StoppedEarly.exit_code
+"""Exit codes to end with: start the same job again, or do not."""
+
+
+def request_stop(run_folder: Path, reason: str, code: int, attempt_at_most: int) -> None:
+    """Ask the training in `run_folder` to save at its next step and end with `code`.
+
+    A later attempt than `attempt_at_most` does not heed it. Raises DiskFullError.
+    """
+    request = {"reason": reason, "code": code, "attempt_at_most": attempt_at_most}
+    replace_file(run_folder / REQUEST_FILE, [json.dumps(request).encode()])

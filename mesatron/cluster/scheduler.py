@@ -1,0 +1,74 @@
+"""What is asked of Slurm, by its own commands."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from mesatron.errors import ConfigError
+
+QUEUED = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING"}
+ALIVE = QUEUED | {"RUNNING", "SUSPENDED", "COMPLETING", "RESIZING", "STAGE_OUT"}
+
+
+def ask(*command: str, environment: Mapping[str, str] | None = None) -> str:
+    """What a command of Slurm prints. Raises ConfigError when it is not there or refuses."""
+    if shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"{command[0]} is not on PATH of {os.uname().nodename}, and without it nothing is known of the job's "
+            "nodes; run this outside of a container, on a node that has Slurm's commands."
+        )
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode != 0:
+        reason = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        raise ConfigError(f"Slurm refuses `{' '.join(command)}`: {reason}")
+    return done.stdout
+
+
+def host_names(node_list: str) -> list[str]:
+    """The names in a list such as n[1-3,7]."""
+    return ask("scontrol", "show", "hostnames", node_list).split()
+
+
+def fields(kind: str, name: str) -> dict[str, str]:
+    """The fields of `scontrol show job` or `node`; nothing for a job that Slurm no longer knows."""
+    try:
+        words = ask("scontrol", "--oneliner", "show", kind, name).split()
+    except ConfigError as error:
+        if "Invalid job id" in str(error):
+            return {}
+        raise
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def job_state(job: str) -> str:
+    """Such as PENDING, RUNNING or COMPLETED; UNKNOWN for a job that Slurm has forgotten."""
+    return fields("job", job).get("JobState", "UNKNOWN")
+
+
+def may_be_requeued(job: str) -> bool:
+    """Whether a job that is about to end would stay ended against nobody's will.
+
+    Not one that was cancelled, or that Slurm queues again by itself; but one that its time limit ends.
+    """
+    found = fields("job", job)
+    return found.get("JobState") == "RUNNING" or found.get("Reason") == "TimeLimit"
+
+
+def requeue(job: str, excluded: Sequence[str]) -> None:
+    """End a running job and queue it again, not to run on the `excluded` nodes."""
+    already = fields("job", job).get("ExcNodeList", "(null)")
+    ask("scontrol", "requeue", job)
+    if excluded:  # Slurm takes this for a pending job only, which it is from now on
+        nodes = [*excluded, *([] if already == "(null)" else [already])]
+        ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}")
+
+
+def run_on(node: str, command: Sequence[str], seconds: float) -> None:
+    """Run a command on one node of this job; what comes of it does not matter, and a dead node is not waited for."""
+    step = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={node}", *command]
+    with suppress(subprocess.TimeoutExpired):
+        subprocess.run(step, timeout=seconds, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

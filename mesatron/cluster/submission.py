@@ -1,0 +1,205 @@
+"""`mesatron launch slurm` and `resume`: a config becomes a job that needs nothing but its run folder."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+
+from mesatron.cluster import scheduler
+from mesatron.cluster.history import History
+from mesatron.cluster.job import LAUNCH_FOLDER, last_job
+from mesatron.config import Config, accumulation_steps, data_parallel_size, dump_config, load_config
+from mesatron.errors import ConfigError
+from mesatron.files import replace_file
+
+SCRIPT, CONFIG, CODE, SUBMITTED = "train.sbatch", "config.yaml", "code", "submitted.json"
+PACKAGES = ("mesatron", "mesatron_kernels", "mesatron_data")
+SETTINGS_LINE = "# settings of `mesatron launch slurm`\n"
+FIRST_LEAD_SECONDS, LEAST_LEAD_SECONDS, LEAD_FACTOR = 300, 60, 3
+"""Of a run in which nothing was measured yet; of any; times a step and a save as they were measured."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of Slurm: values of sbatch's options by their long names, and pyxis's for srun."""
+
+    options: Mapping[str, str]
+    container: Mapping[str, str]
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of one job."""
+        return int(self.options["nodes"])
+
+    def processes_per_node(self, config: Config) -> int:
+        """As the job itself will find them: the config's, or one for each GPU, or one."""
+        if config.launch.processes_per_node:
+            return config.launch.processes_per_node
+        for option in ("gpus-per-node", "gres"):
+            for part in self.options.get(option, "").split(","):
+                if option == "gpus-per-node" or part.startswith("gpu"):
+                    number = part.rpartition(":")[2]
+                    if number.isdecimal():
+                        return int(number)
+        return 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A submission that is still to be made: texts of files by their paths, the script to submit, and its runs."""
+
+    files: dict[Path, str]
+    script: Path
+    run_folders: list[Path]
+
+
+def plan(file: Path, overrides: Sequence[str], sweep: Sequence[str], request: Request) -> Plan:
+    """What `request` comes to for the config in `file`: one run, or with `sweep` one for each combination of values.
+
+    Raises ConfigError when a config is wrong or its layout or batch does not fit the nodes and processes asked for.
+    """
+    whole = load_config(file, overrides)
+    configs = [load_config(file, [*overrides, *point]) for point in _points(whole.name, sweep)] if sweep else [whole]
+    files: dict[Path, str] = {}
+    launches = []
+    for config in configs:
+        data_size = data_parallel_size(config, request.nodes * request.processes_per_node(config))
+        accumulation_steps(config, data_size)
+        launch = config.run_folder.absolute() / LAUNCH_FOLDER
+        launches.append(launch)
+        files[launch / CONFIG] = dump_config(config)
+        own = {"job-name": config.name, "output": f"{launch}/slurm-%j.out"}
+        files[launch / SCRIPT] = _script(config, request, own, f"set -- {shlex.quote(str(launch / CONFIG))}")
+    script = launches[0] / SCRIPT
+    if sweep:
+        script = whole.runs_folder.absolute() / f"{whole.name}-sweep" / LAUNCH_FOLDER / SCRIPT
+        paths = shlex.join(str(launch / CONFIG) for launch in launches)
+        choice = f'configs=({paths})\nset -- "${{configs[$SLURM_ARRAY_TASK_ID]}}"'
+        array = {"array": f"0-{len(configs) - 1}", "job-name": whole.name, "output": f"{script.parent}/slurm-%A_%a.out"}
+        files[script] = _script(whole, request, array, choice)
+    return Plan(files, script, [launch.parent for launch in launches])
+
+
+def submit(plan: Plan) -> str:
+    """Write a plan's files and copies of the code that runs now, and submit; returns the job's id.
+
+    Raises ConfigError when a job of one of the runs waits or runs already, or when Slurm refuses.
+    """
+    for folder in plan.run_folders:
+        refuse_active(folder)
+    for path, text in plan.files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, [text.encode()])
+    for folder in plan.run_folders:
+        _copy_code(folder / LAUNCH_FOLDER / CODE)
+    return _sbatch(plan.script, {*plan.run_folders, plan.script.parents[1]})
+
+
+def resume(folder: Path) -> str:
+    """Submit the script in a run folder again, its lead time as it was measured by now; returns the job's id."""
+    script = folder.absolute() / LAUNCH_FOLDER / SCRIPT
+    if not script.exists():
+        raise ConfigError(f"{folder} was not started by `mesatron launch slurm`; start it again as it was started.")
+    refuse_active(folder)
+    config_file = script.with_name(CONFIG)
+    if config_file.exists():  # not there for a sweep as a whole
+        signal = _signal(load_config(config_file), folder)
+        replace_file(
+            script, [re.sub("(?m)^#SBATCH --signal=.*", f"#SBATCH --signal={signal}", script.read_text()).encode()]
+        )
+    return _sbatch(script, {folder})
+
+
+def newest_job(folder: Path) -> str | None:
+    """The id of the job that was submitted or started last for a run; None for a run that no job knows."""
+    path = folder / LAUNCH_FOLDER / SUBMITTED
+    known = [json.loads(path.read_text())["job"]] if path.exists() else []
+    started = last_job(folder)
+    return max(known + ([started.job] if started else []), key=int, default=None)
+
+
+def refuse_active(folder: Path) -> None:
+    """Raise ConfigError when a job of a run waits or runs."""
+    job = newest_job(folder)
+    if job is not None and scheduler.job_state(job) in scheduler.ALIVE:
+        raise ConfigError(f"Job {job} of {folder} has not ended; wait for it, or `mesatron launch stop {folder}`.")
+
+
+def stop_lead_seconds(config: Config, folder: Path) -> int:
+    """How long before its end a job should be told: `launch.lead_seconds`, or several measured steps and saves."""
+    if config.launch.lead_seconds:
+        return config.launch.lead_seconds
+    measured = History(folder).slowest_step_and_save_seconds(config.tokens_per_step)
+    return FIRST_LEAD_SECONDS if measured is None else max(LEAST_LEAD_SECONDS, round(LEAD_FACTOR * measured))
+
+
+def _signal(config: Config, folder: Path) -> str:
+    return f"B:{config.launch.stop_signal}@{stop_lead_seconds(config, folder)}"
+
+
+def _script(config: Config, request: Request, options: Mapping[str, str], arguments: str) -> str:
+    """The template with the options in its #SBATCH lines and the settings where it has a place for them.
+
+    `arguments` are shell lines that set the script's first argument to the config in a launch folder.
+    """
+    text = resources.files("mesatron.cluster").joinpath(SCRIPT).read_text()
+    whole = {**request.options, **options, "chdir": os.getcwd(), "signal": _signal(config, config.run_folder)}
+    head, separator, body = text.rpartition("#SBATCH ")
+    last, _, body = body.partition("\n")
+    head += separator + last + "\n"
+    for name, value in whole.items():
+        line = f"#SBATCH --{name}={value}\n"
+        head, found = re.subn(rf"(?m)^#SBATCH --{re.escape(name)}=.*\n", lambda _, line=line: line, head)  # type: ignore[misc]
+        head += "" if found else line
+    container = shlex.join(f"--{name}={value}" for name, value in request.container.items())
+    settings = (
+        f"{arguments}\n"
+        f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH PYTHONPATH="${{1%/*}}/{CODE}"\n'
+        f"container=({container})\n"
+    )
+    return head + body.replace(SETTINGS_LINE, settings)
+
+
+def _points(name: str, sweep: Sequence[str]) -> list[list[str]]:
+    """Overrides for every combination of the values in `key=a,b`, each with a name of its own for its run."""
+    axes = []
+    for axis in sweep:
+        key, separator, values = axis.partition("=")
+        if not separator or not key or not all(values.split(",")):
+            raise ConfigError(f"--sweep {axis} is not of the form key=value,value, such as train.peak_lr=1e-3,2e-3.")
+        axes.append([(key, value) for value in values.split(",")])
+    points = []
+    for point in itertools.product(*axes):
+        suffix = "-".join(f"{key.rpartition('.')[2]}-{value}" for key, value in point)
+        run = re.sub("[^A-Za-z0-9._-]", "_", f"{name}-{suffix}")
+        points.append([*(f"{key}={value}" for key, value in point), f"name={run}"])
+    return points
+
+
+def _copy_code(folder: Path) -> None:
+    """The packages as they are now, so that what is edited later does not change a job that waits or starts again."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for package in PACKAGES:
+        spec = find_spec(package)
+        assert spec is not None
+        assert spec.origin is not None
+        shutil.copytree(Path(spec.origin).parent, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def _sbatch(script: Path, run_folders: Collection[Path]) -> str:
+    # What the submitting shell was given by a job of its own is not for this one.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_JOB")}
+    job = scheduler.ask("sbatch", "--parsable", str(script), environment=environment).strip().partition(";")[0]
+    for folder in run_folders:
+        replace_file(folder / LAUNCH_FOLDER / SUBMITTED, [json.dumps({"job": job}).encode()])
+    return job

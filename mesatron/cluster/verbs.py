@@ -1,0 +1,144 @@
+"""`mesatron launch`: runs as jobs of a cluster. The scripts under launchers/ call the hidden verbs."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+launch_app = typer.Typer(no_args_is_help=True, help="Run on a cluster.")
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="Config file of the run.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides such as train.peak_lr=3e-3.")
+]
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
+
+
+@launch_app.command("slurm")
+def slurm(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the job.")] = 1,
+    partition: Annotated[str | None, typer.Option(help="As sbatch has it; so are the next ones.")] = None,
+    account: Annotated[str | None, typer.Option()] = None,
+    qos: Annotated[str | None, typer.Option()] = None,
+    time: Annotated[str | None, typer.Option()] = None,
+    gpus_per_node: Annotated[str | None, typer.Option()] = None,
+    gres: Annotated[str | None, typer.Option()] = None,
+    cpus_per_task: Annotated[str | None, typer.Option()] = None,
+    dependency: Annotated[str | None, typer.Option()] = None,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Any other option of sbatch; may be repeated.")
+    ] = None,
+    container_image: Annotated[str | None, typer.Option(help="As pyxis has it; so are the next two.")] = None,
+    container_mounts: Annotated[str | None, typer.Option()] = None,
+    container_workdir: Annotated[str | None, typer.Option()] = None,
+    sweep: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=A,B", help="A run for each value, or combination; may be repeated.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and print the script; write nothing.")] = False,
+) -> None:
+    """Check a config against what is asked of Slurm, put code, config and script into the run folder, and submit."""
+    from mesatron.cluster.submission import Request, plan, submit
+    from mesatron.errors import ConfigError
+
+    others = dict(option.partition("=")[::2] for option in sbatch or [])
+    if not all(others.values()):
+        raise ConfigError("--sbatch takes NAME=VALUE, such as --sbatch constraint=h100.")
+    options = {
+        "nodes": str(nodes), "partition": partition, "account": account, "qos": qos, "time": time,
+        "gpus-per-node": gpus_per_node, "gres": gres, "cpus-per-task": cpus_per_task, "dependency": dependency,
+    } | others  # fmt: skip
+    container = {
+        "container-image": container_image, "container-mounts": container_mounts,
+        "container-workdir": container_workdir,
+    }  # fmt: skip
+    request = Request(_given(options), _given(container))
+    planned = plan(file, overrides or [], sweep or [], request)
+    if dry_run:
+        typer.echo(planned.files[planned.script], nl=False)
+        return
+    typer.echo(f"job {submit(planned)}")
+    for folder in planned.run_folders:
+        typer.echo(folder)
+
+
+@launch_app.command("status")
+def status(run_folder: RunFolder) -> None:
+    """A run's job, how far it is, and what was decided on the way."""
+    from mesatron.cluster.control import status
+
+    for name, value in status(run_folder):
+        typer.echo(f"{name:<11}{value}")
+
+
+@launch_app.command("stop")
+def stop(run_folder: RunFolder) -> None:
+    """Let a run save at its next step and end; cancel a job that waits."""
+    from mesatron.cluster.control import stop
+
+    typer.echo(stop(run_folder))
+
+
+@launch_app.command("resume")
+def resume(run_folder: RunFolder) -> None:
+    """Submit a run that has ended again, as it was submitted before."""
+    from mesatron.cluster.submission import resume
+
+    typer.echo(f"job {resume(run_folder)}")
+
+
+@launch_app.command("begin", hidden=True)
+def begin(file: ConfigFile, overrides: Overrides = None) -> None:
+    """In a job's batch script: where its processes meet, as shell variables."""
+    from mesatron.cluster import job
+    from mesatron.config import load_config
+
+    _print_variables(job.begin(load_config(file, overrides or [])))
+
+
+@launch_app.command("node", hidden=True)
+def node(endpoint: Annotated[str, typer.Argument(metavar="ADDRESS:PORT")]) -> None:
+    """On a node of a job: its own address and network interface on the way to the first node, as shell variables."""
+    from mesatron.cluster.network import node_variables
+
+    _print_variables(node_variables(endpoint))
+
+
+@launch_app.command("request-stop", hidden=True)
+def request_stop(run_folder: RunFolder, attempt: Annotated[int, typer.Option()]) -> None:
+    """In a job's batch script: the cluster has asked it to end."""
+    from mesatron.cluster.request import FOR_CLUSTER, request_stop
+
+    request_stop(run_folder, "the cluster asked the job to end", FOR_CLUSTER, attempt)
+
+
+@launch_app.command("settle", hidden=True)
+def settle(file: ConfigFile, overrides: Overrides = None) -> None:
+    """At the end of a job's batch script: queue it again, or leave with the training's exit code."""
+    from mesatron.cluster import job
+    from mesatron.config import load_config
+
+    sys.exit(job.settle(load_config(file, overrides or [])))
+
+
+@launch_app.command("tidy", hidden=True)
+def tidy(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Prepared shards.")]) -> None:
+    """On a node: remove the shared memory that killed processes have left; the next start there would do it too."""
+    from mesatron_data.segments import remove_stale
+
+    for split in ("train", "validation"):
+        remove_stale(folder / split)
+
+
+def _given(options: dict[str, str | None]) -> dict[str, str]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _print_variables(variables: dict[str, str]) -> None:
+    for name, value in variables.items():
+        typer.echo(f"{name}={shlex.quote(value)}")

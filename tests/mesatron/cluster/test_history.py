@@ -1,0 +1,67 @@
+"""What a job learns from a run folder: attempts, requeues without progress, failed nodes, how long a stop takes."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from mesatron.cluster.history import History
+from mesatron.cluster.submission import stop_lead_seconds
+from mesatron.config import load_config
+from mesatron.monitor.attempts import Attempt
+
+QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
+
+
+def checkpoint(folder: Path, step: int, seconds: float = 0.0) -> None:
+    path = folder / f"checkpoints/step-{step:08d}"
+    path.mkdir(parents=True)
+    for name, age in (("state.json", seconds), ("manifest.json", 0.0)):
+        (path / name).touch()
+        os.utime(path / name, (1000 - age, 1000 - age))
+
+
+def test_requeues_count_since_the_newest_checkpoint(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    assert history.requeues_without_progress() == 0
+    history.decide("requeue (the training ended with 1)")
+    history.decide("node n1 failed", failed_node="n1", failures=1)
+    history.decide("requeue (the training ended with 1)")
+    assert history.requeues_without_progress() == 2
+    checkpoint(tmp_path, 5)
+    assert history.requeues_without_progress() == 0
+    history.decide("requeue (the training ended with 1)")
+    assert history.requeues_without_progress() == 1
+    history.decide("node n1 failed", failed_node="n1", failures=1)
+    history.decide("node n2 is unfit", failed_node="n2", failures=2)
+    assert history.failed_nodes() == {"n1": 2, "n2": 2}
+
+
+def test_a_torn_line_takes_no_other_with_it(tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path / "attempts.jsonl", None)
+    with (tmp_path / "attempts.jsonl").open("a") as file:
+        file.write('{"event": "end", "att')
+    history = History(tmp_path)
+    assert history.is_running
+    history.decide("requeue (the training ended with 1)")
+    assert [record["what"] for record in history.records("decision")] == ["requeue (the training ended with 1)"]
+    assert history.newest_attempt == attempt.number == 1
+    assert history.end_code(1) is None
+    second = Attempt(tmp_path / "attempts.jsonl", None)
+    second.end("finished", 0)
+    assert history.end_code(first_attempt=2) == 0
+    assert not history.is_running
+
+
+def test_the_lead_covers_measured_steps_and_saves(tmp_path: Path) -> None:
+    config = load_config(QUICKSTART)
+    assert stop_lead_seconds(config, tmp_path) == 300
+    speeds = [config.tokens_per_step / seconds for seconds in (2.0, 10.0, 3.0)]
+    lines = [json.dumps({"step": step, "train/tokens_per_second": speed}) for step, speed in enumerate(speeds)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "train/tok']))
+    assert stop_lead_seconds(config, tmp_path) == 300
+    checkpoint(tmp_path, 5, seconds=90.0)
+    checkpoint(tmp_path, 10, seconds=40.0)
+    assert stop_lead_seconds(config, tmp_path) == pytest.approx(3 * (10 + 90), abs=1)
+    assert stop_lead_seconds(load_config(QUICKSTART, ["launch.lead_seconds=77"]), tmp_path) == 77

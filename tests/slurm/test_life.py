@@ -1,0 +1,154 @@
+"""Trainings as jobs of a real Slurm cluster, harmed in every way: each ends as one that nothing happened to.
+
+Compared are all weights and moments of the last step (bit for bit) and the points in TensorBoard (each once); no
+process, shared memory or temporary file may be left on any node.
+"""
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slurm_training import Training
+
+Make = Callable[..., Training]
+
+
+def test_a_plain_run(untouched: Training) -> None:
+    assert untouched.starts() == 1
+    assert [end["exit_code"] for end in untouched.records("end")] == [0]
+    assert untouched.decisions() == []
+
+
+def test_the_clusters_signal_a_killed_rank_and_a_crashed_node(training: Make, untouched: Training) -> None:
+    """One run, one after the other: what `--signal=B:USR1@...` sends before the time limit; a process on one node; the
+    other node, with the batch script and the place where all meet."""
+    run = training()
+    run.submit()
+    run.wait_for_step(7)
+    run.cluster.slurm("scancel", "--batch", "--signal=USR1", run.job)
+    run.wait_for_step(12, start=2)
+    run.workers("n2")[0].send_signal(signal.SIGKILL)
+    run.wait_for_step(17, start=3)
+    run.cluster.crash("n1")
+    run.cluster.boot("n1")
+    run.finish()
+    run.check_equals(untouched)
+    assert [end["exit_code"] for end in run.records("end")] == [76, 8, None, 0]
+    assert run.records("start")[1]["resumed_from"] >= 7
+    assert run.decisions() == [
+        "requeue (stopped on the cluster's request)",
+        "node n2 failed: a process there ended without a word",
+        "requeue (the training ended with 1)",
+        "node n1 failed: a process there ended without a word",
+    ]
+
+
+@pytest.mark.long
+def test_killed_launchers(training: Make, untouched: Training) -> None:
+    """torchrun on either node: its workers end with it, the others notice, the job starts again."""
+    run = training()
+    run.submit()
+    run.wait_for_step(7)
+    run.agent("n2").send_signal(signal.SIGKILL)
+    run.wait_for_step(12, start=2)
+    run.agent("n1").send_signal(signal.SIGKILL)
+    run.finish()
+    run.check_equals(untouched)
+    assert run.starts() == 3
+
+
+@pytest.mark.long
+def test_requeued_by_hand_and_cancelled(training: Make, untouched: Training) -> None:
+    """`scontrol requeue` starts the job again; after `scancel` it stays ended, and the same script goes on."""
+    run = training()
+    run.submit()
+    run.wait_for_step(7)
+    run.cluster.slurm("scontrol", "requeue", run.job)
+    run.wait_for_step(12, start=2)
+    run.cluster.slurm("scancel", run.job)
+    run.cluster.wait_for_state(run.job, "CANCELLED")
+    run.check_no_process()
+    run.submit()
+    run.finish()
+    run.check_equals(untouched)
+    assert run.starts() == 3
+    assert run.decisions() == []
+
+
+@pytest.mark.long
+def test_preempted(training: Make, untouched: Training, tmp_path: Path) -> None:
+    """A job of the urgent partition takes the nodes; with the grace time the run saves first."""
+    urgent = tmp_path / "urgent.sh"
+    urgent.write_text("#!/bin/bash\nsleep 3\n")
+    run = training("run", **{"launch.processes_per_node": 1})
+    run.submit("--exclusive")
+    run.wait_for_step(7)
+    options = ["--partition=urgent", "--nodes=3", "--exclusive", "--output=/dev/null", str(urgent)]
+    other = run.cluster.submit(*options)
+    run.cluster.wait_for_state(other, "COMPLETED")
+    run.finish()
+    run.check_equals(untouched)
+    assert run.starts() == 2
+    assert run.records("end")[0]["exit_code"] == 76
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("limit", "told"), [("3", "USR1@60"), ("1", "URG@1")])
+def test_the_time_limit(training: Make, limit: str, told: str) -> None:
+    """Told before it, or not (bash ignores URG): then a TERM comes, and a save that is quick enough is the last."""
+    run = training("limit", **{"train.steps": 9000, "checkpoint.every_steps": 3000, "evaluate.every_steps": 9000})
+    run.submit(f"--time={limit}", f"--signal=B:{told}")
+    run.cluster.wait_for(lambda: run.records("end"), 240, "the first attempt to end")
+    assert run.records("end")[0]["exit_code"] == 76
+    run.wait_for_step(run.step() + 5, start=2)
+    assert run.records("start")[1]["resumed_from"] > 0
+    assert run.decisions() == ["requeue (stopped on the cluster's request)"]
+    run.verb("launch", "stop", str(run.folder))
+    run.finish(code=75)
+
+
+@pytest.mark.long
+def test_a_node_that_fails_twice_is_left_out(training: Make, untouched: Training) -> None:
+    run = training()
+    run.submit()
+    run.wait_for_step(7)
+    run.workers("n2")[0].send_signal(signal.SIGKILL)
+    run.wait_for_step(12, start=2)
+    run.workers("n2")[0].send_signal(signal.SIGKILL)
+    run.finish()
+    run.check_equals(untouched)
+    assert run.cluster.job(run.job)["ExcNodeList"] == "n2"
+    assert run.decisions()[-1] == "requeue (the training ended with 1) without n2"
+    assert run.cluster.job(run.job)["NodeList"] == "n[1,3]"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_an_unplugged_node(training: Make, untouched: Training, node: str) -> None:
+    """Its processes live on while the job starts again elsewhere; plugged in again, they must not have harmed it."""
+    run = training()
+    run.submit()
+    run.wait_for_step(7)
+    run.cut_off.add(node)
+    run.cluster.unplug(node)
+    try:
+        run.wait_for_step(12, start=2)
+    finally:
+        run.cluster.plug(node)
+    run.finish()
+    run.check_equals(untouched)
+
+
+@pytest.mark.long
+def test_a_killed_slurmd(training: Make, untouched: Training) -> None:
+    """The daemon alone: the tasks live on after the job is taken from the node."""
+    run = training()
+    run.submit()
+    run.wait_for_step(7)
+    run.cut_off.add("n2")
+    run.cluster.kill_slurmd("n2")
+    run.cluster.wait_for(lambda: run.starts() == 2 or run.step() == run.steps, 90, "the job to go on")
+    run.cluster.start_slurmd("n2")
+    run.finish()
+    run.check_equals(untouched)

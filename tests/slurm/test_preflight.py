@@ -1,0 +1,64 @@
+"""Preflight on a real cluster: the node that is unfit is named, and the run goes on without it."""
+
+from collections.abc import Callable
+
+import pytest
+from slurm_training import Training
+
+from mesatron.cluster.preflight import Findings, judge
+from mesatron.errors import ConfigError
+
+Make = Callable[..., Training]
+
+
+def test_an_unfit_node_is_left_out(training: Make, untouched: Training) -> None:
+    """n2 has no room in /dev/shm; the job is queued again at once and runs on the others."""
+    cluster = untouched.cluster
+    cluster.on("n2", "mount", "-o", "remount,size=1m", "/dev/shm")
+    run = training("run", **{"launch.preflight_seconds": 60})
+    try:
+        run.submit()
+        run.finish()
+    finally:
+        cluster.on("n2", "mount", "-o", "remount,size=1g", "/dev/shm")
+    assert run.decisions() == [
+        "node n2 is unfit: /dev/shm has 1 MiB free, fewer than 64",
+        "requeue (a node is unfit) without n2",
+    ]
+    assert cluster.job(run.job)["NodeList"] == "n[1,3]"
+    assert run.text().count("preflight  2 nodes are fit: 2 processes, all-reduce of 16 MiB at ") == 1
+    run.check_equals(untouched)
+
+
+@pytest.mark.long
+def test_a_node_that_sees_another_folder(training: Make, untouched: Training) -> None:
+    cluster = untouched.cluster
+    run = training("run", **{"launch.preflight_seconds": 60})
+    run.folder.mkdir(parents=True)
+    cluster.on("n2", "mount", "-t", "tmpfs", "tmpfs", str(run.folder))
+    try:
+        run.submit()
+        run.finish()
+    finally:
+        cluster.on("n2", "umount", str(run.folder))
+    assert run.decisions()[0] == f"node n2 is unfit: {run.folder} there is not the folder of the first node"
+    run.check_equals(untouched)
+
+
+def node(name: str, *problems: str, **facts: str) -> Findings:
+    return Findings(name, list(problems), facts)
+
+
+def test_what_only_some_nodes_have_is_theirs() -> None:
+    usual = {"torch": "2.13", "data": "a"}
+    assert judge([node("n1", **usual), node("n2", **usual)]) == {}
+    assert judge([node("n1", **usual), node("n2", "no disk", **usual)]) == {"n2": "no disk"}
+    different = [node("n1", **usual), node("n1", **usual), node("n2", torch="2.12", data="a"), node("n3", **usual)]
+    assert judge(different) == {"n2": "torch is 2.12, elsewhere 2.13"}
+    lacking = [node("n1", **usual), node("n2", data="a"), node("n3", **usual)]
+    assert judge(lacking) == {"n2": "torch is none, elsewhere 2.13"}
+
+
+def test_what_all_nodes_have_is_no_nodes_fault() -> None:
+    with pytest.raises(ConfigError, match="No node is fit for the run: no data"):
+        judge([node("n1", "no data"), node("n2", "no data")])

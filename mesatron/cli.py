@@ -186,6 +186,7 @@ def config_check(
 ) -> None:
     """Print the resolved config, its parameter count, tokens per step, steps and layout."""
     from mesatron_data.manifest import MANIFEST_FILE, load_manifest
+    from mesatron_data.store import is_remote
 
     from mesatron.config import accumulation_steps, check_prepared, data_parallel_size, dump_config, load_config
 
@@ -195,8 +196,9 @@ def config_check(
         processes = parallel.model_size * (parallel.data_size or 1)
     data_size = data_parallel_size(config, processes)
     accumulation = accumulation_steps(config, data_size)
-    if (config.data.folder / MANIFEST_FILE).exists():
-        check_prepared(config, load_manifest(str(config.data.folder)), config.data.folder)
+    folder = config.data.folder
+    if not is_remote(folder) and Path(folder, MANIFEST_FILE).exists():
+        check_prepared(config, load_manifest(folder), folder)
     typer.echo(dump_config(config), nl=False)
     train = config.train
     typer.echo(
@@ -222,7 +224,7 @@ def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Ov
     folder, size = config.tokenizer.path, config.model.vocabulary_size
     if folder.is_file():
         raise DataError(f"tokenizer.path {folder} is a tokenizer already; use it as it is, or name a folder.")
-    request = tokenizer_request(str(config.data.input_folder), size, config.train.seed, config.tokenizer.sample_bytes)
+    request = tokenizer_request(config.data.input_folder, size, config.train.seed, config.tokenizer.sample_bytes)
     if (folder / MODEL_FILE).exists() and not overwrite:
         info = json.loads((folder / INFO_FILE).read_text()) if (folder / INFO_FILE).exists() else {}
         if info.get("request") != request:
@@ -234,7 +236,7 @@ def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Ov
         typer.echo(f"{folder} is there already: {size} pieces.")
         return
     trained = train_tokenizer(
-        str(config.data.input_folder), folder, size, seed=config.train.seed,
+        config.data.input_folder, folder, size, seed=config.train.seed,
         max_sample_bytes=config.tokenizer.sample_bytes, max_skipped_fraction=config.data.max_skipped_fraction,
         allow_truncated_files=config.data.allow_truncated_files,
     )  # fmt: skip
@@ -258,6 +260,7 @@ def data_prepare(
     merge: Annotated[bool, typer.Option("--merge", help="Only pack what all tasks have tokenized.")] = False,
 ) -> None:
     """Tokenize and pack the raw text into verified shards; a killed run goes on where it stopped."""
+    from mesatron_data.plan import Options
     from mesatron_data.shards import prepare, tokenize_share
     from mesatron_data.tokenizer import Tokenizer
 
@@ -275,15 +278,19 @@ def data_prepare(
             "change it or train another tokenizer."
         )
     workers = workers or len(os.sched_getaffinity(0))
-    paths = (str(data.input_folder), data.folder, tokenizer, data.context_length)
+    paths = (data.input_folder, data.folder, tokenizer, data.context_length)
+    options = Options(token_folder=data.token_folder)
     with preparation_bars() as progress:
         if task is not None:
             number, tasks = task_numbers(task)
-            files = tokenize_share(*paths, number, tasks, overwrite=overwrite, workers=workers, progress=progress)
+            files = tokenize_share(
+                *paths, number, tasks, overwrite=overwrite, workers=workers, progress=progress, options=options
+            )
         else:
             result = prepare(
                 *paths, max_skipped_fraction=data.max_skipped_fraction, overwrite=overwrite, workers=workers,
                 merge_only=merge, allow_truncated_files=data.allow_truncated_files, progress=progress,
+                options=options,
             )  # fmt: skip
     if task is not None:
         typer.echo(f"Task {task}: {files} files are tokenized; after all tasks run --merge.")
@@ -292,7 +299,9 @@ def data_prepare(
 
 
 @data_app.command("verify")
-def data_verify(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Prepared shards.")]) -> None:
+def data_verify(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Prepared shards, a path or a URL.")],
+) -> None:
     """Check every byte and every sequence of prepared shards."""
     from mesatron_data.verify import verify
 
@@ -304,7 +313,7 @@ def data_verify(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="P
 
 @data_app.command("inspect")
 def data_inspect(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Prepared shards.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Prepared shards, a path or a URL.")],
     samples: Annotated[int, typer.Option(min=0, help="Sequences to show decoded.")] = 2,
 ) -> None:
     """Sources, document lengths, token frequencies and decoded sequences of prepared shards."""
@@ -369,7 +378,7 @@ def checkpoint_inspect(path: RunOrCheckpoint) -> None:
 @evaluate_app.command("perplexity")
 def evaluate_perplexity(
     path: RunOrCheckpoint,
-    data: Annotated[Path | None, typer.Option(help="Prepared shards; the run's own by default.")] = None,
+    data: Annotated[str | None, typer.Option(help="Prepared shards; the run's own by default.")] = None,
 ) -> None:
     """Perplexity on the whole validation split, overall and by source."""
     from mesatron.evaluate.checkpoint import evaluate_perplexity, load_model

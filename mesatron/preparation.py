@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import typer
 from mesatron_data.manifest import Manifest
@@ -50,7 +49,7 @@ def preparation_bars() -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-def print_manifest(folder: Path, manifest: Manifest, what: str) -> None:
+def print_manifest(folder: str, manifest: Manifest, what: str) -> None:
     """Print what a prepared folder holds and what was left out of it."""
     typer.echo(
         f"{folder} {what}: sequences of {manifest.context_length} tokens, fingerprint {manifest.fingerprint[:12]}"

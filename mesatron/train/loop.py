@@ -118,7 +118,6 @@ class Trainer:
             self.skipped_steps = origin.state.get("skipped_steps", 0)
             self.skipped_in_a_row = origin.state.get("skipped_in_a_row", 0)
             self._open_data(origin.state)
-            stack.callback(self.validation.close)
             stack.callback(self.stream.close)
             if self.world.is_first:
                 self.monitor = Monitor(self.config.run_folder, self.start.step)
@@ -243,14 +242,19 @@ class Trainer:
 
     def _open_data(self, state: dict[str, Any]) -> None:
         data, evaluate = self.config.data, self.config.evaluate
+        reading: dict[str, Any] = {
+            "workers": data.workers, "prefetch_batches": data.prefetch_batches,
+            "timeout_seconds": data.timeout_seconds, "cache_folder": data.cache_folder,
+            "cache_limit_bytes": data.cache_limit_bytes,
+        }  # fmt: skip
         self.stream = TrainStream(
-            str(data.folder), self.config.train.global_batch_size, self.layout.data.rank, self.layout.data.size,
+            data.folder, self.config.train.global_batch_size, self.layout.data.rank, self.layout.data.size,
             seed=self.config.train.seed, shuffle=data.shuffle, num_canonical_nodes=data.num_canonical_nodes,
-            shuffle_block_size=data.shuffle_block_size, workers=data.workers, timeout_seconds=data.timeout_seconds,
+            shuffle_block_size=data.shuffle_block_size, **reading,
         )  # fmt: skip
         self.validation = ValidationSet(
-            str(data.folder), evaluate.micro_batch_size, self.layout.data.rank, self.layout.data.size,
-            max_samples=evaluate.max_sequences or None, workers=data.workers, timeout_seconds=data.timeout_seconds,
+            data.folder, evaluate.micro_batch_size, self.layout.data.rank, self.layout.data.size,
+            max_samples=evaluate.max_sequences or None, **reading,
         )  # fmt: skip
         if "data" in state:
             self.stream.load_state_dict(state["data"])
@@ -318,6 +322,7 @@ class Trainer:
             "memory/peak_bytes": self._peak_memory(),
         }
         scalars |= {f"time/{phase}_seconds": total / steps for phase, total in phases.items()}
+        scalars |= {f"storage/{name}": value for name, value in self.stream.figures().items()}
         self.monitor.scalars(self.step, scalars | observed)
         for tag, values in distributions.items():
             self.monitor.histogram(self.step, tag, values)

@@ -20,6 +20,7 @@ from mesatron.monitor.attempts import Attempt
 # Keys that may change between attempts: what a run computes does not depend on them, beyond rounding.
 FREE_KEYS = (
     "name", "runs_folder", "data.input_folder", "data.folder", "data.workers", "data.timeout_seconds",
+    "data.cache_folder", "data.cache_limit_bytes", "data.prefetch_batches", "data.token_folder",
     "train.micro_batch_size", "train.activation_checkpointing", "train.loss_chunk_tokens", "train.max_skipped_steps",
     "tokenizer.", "parallel.", "checkpoint.", "monitor.", "evaluate.", "model.implementation",
     "model.mesa.implementation",

@@ -119,7 +119,7 @@ def generate(
 
     solver = {"solver_steps": solver_steps, "solver_tolerance": solver_tolerance}
     trained = load_model(path, {key: value for key, value in solver.items() if value is not None})
-    tokenizer = Tokenizer.load(trained.config.data.folder)
+    tokenizer = Tokenizer.of_prepared(trained.config.data.folder)
     trained.check_tokenizer(tokenizer.sha256, trained.config.data.folder)
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
     shown = tokenizer.decode(ids)
@@ -216,7 +216,10 @@ def config_check(
 @tokenizer_app.command("train")
 def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
     """Train the SentencePiece model that the config names on its raw text."""
-    from mesatron_data.tokenizer import INFO_FILE, MODEL_FILE, Tokenizer, tokenizer_request, train_tokenizer
+    import resource
+
+    from mesatron_data.tokenizer import MODEL_FILE, Tokenizer, trained_as
+    from mesatron_data.tokenizer_training import tokenizer_request, train_tokenizer
 
     from mesatron.config import load_config
 
@@ -224,10 +227,11 @@ def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Ov
     folder, size = config.tokenizer.path, config.model.vocabulary_size
     if folder.is_file():
         raise DataError(f"tokenizer.path {folder} is a tokenizer already; use it as it is, or name a folder.")
-    request = tokenizer_request(config.data.input_folder, size, config.train.seed, config.tokenizer.sample_bytes)
+    request = tokenizer_request(
+        config.data.input_folder, size, config.train.seed, config.tokenizer.sample_bytes, config.data.weights
+    )
     if (folder / MODEL_FILE).exists() and not overwrite:
-        info = json.loads((folder / INFO_FILE).read_text()) if (folder / INFO_FILE).exists() else {}
-        if info.get("request") != request:
+        if trained_as(folder).get("request") != request:
             raise DataError(
                 f"{folder} holds another tokenizer than the config asks for; choose another tokenizer.path, or pass "
                 "--overwrite to replace it."
@@ -238,12 +242,19 @@ def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Ov
     trained = train_tokenizer(
         config.data.input_folder, folder, size, seed=config.train.seed,
         max_sample_bytes=config.tokenizer.sample_bytes, max_skipped_fraction=config.data.max_skipped_fraction,
-        allow_truncated_files=config.data.allow_truncated_files,
+        allow_truncated_files=config.data.allow_truncated_files, weights=config.data.weights,
     )  # fmt: skip
     typer.echo(
         f"{folder}: {trained.vocabulary_size} pieces from {trained.sample_documents:,} of {trained.documents:,} "
         f"documents ({trained.sample_bytes / 1e6:.1f} MB)."
     )
+    for name, source in trained.sources.items():
+        typer.echo(
+            f"  {name}: {source.sample_bytes / 1e6:.1f} of {source.bytes / 1e6:.1f} MB "
+            f"({source.sample_bytes / max(source.bytes, 1):.1%})"
+        )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    typer.echo(f"  peak memory {peak / 1e9:.2f} GB")
 
 
 @data_app.command("prepare")
@@ -260,6 +271,7 @@ def data_prepare(
     merge: Annotated[bool, typer.Option("--merge", help="Only pack what all tasks have tokenized.")] = False,
 ) -> None:
     """Tokenize and pack the raw text into verified shards; a killed run goes on where it stopped."""
+    from mesatron_data.choice import Cleaning
     from mesatron_data.plan import Options
     from mesatron_data.shards import prepare, tokenize_share
     from mesatron_data.tokenizer import Tokenizer
@@ -279,7 +291,8 @@ def data_prepare(
         )
     workers = workers or len(os.sched_getaffinity(0))
     paths = (data.input_folder, data.folder, tokenizer, data.context_length)
-    options = Options(token_folder=data.token_folder)
+    cleaning = Cleaning(data.min_document_tokens, data.max_document_tokens, data.remove_duplicates)
+    options = Options(data.packing, data.weights is not None, cleaning, data.token_folder)
     with preparation_bars() as progress:
         if task is not None:
             number, tasks = task_numbers(task)
@@ -315,6 +328,7 @@ def data_verify(
 def data_inspect(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Prepared shards, a path or a URL.")],
     samples: Annotated[int, typer.Option(min=0, help="Sequences to show decoded.")] = 2,
+    html: Annotated[Path | None, typer.Option(help="Write a page with plots to this file instead.")] = None,
 ) -> None:
     """Sources, document lengths, token frequencies and decoded sequences of prepared shards."""
     from mesatron_data.inspect import inspect
@@ -322,6 +336,12 @@ def data_inspect(
     from mesatron.preparation import print_manifest
 
     found = inspect(folder, samples)
+    if html is not None:
+        from mesatron_data.page import page
+
+        html.write_text(page(folder, found), encoding="utf-8")
+        typer.echo(f"{html} written.")
+        return
     print_manifest(folder, found.manifest, "holds")
     for split, counts in found.manifest.splits.items():
         lengths = ", ".join(f"<={length}: {number:,}" for length, number in counts.document_lengths.items())
@@ -333,6 +353,32 @@ def data_inspect(
         typer.echo(f"--- sequence {number}")
         for piece in sample:
             typer.echo(f"[{piece.source}{', document begins' if piece.begins else ', continued'}] {piece.text}")
+
+
+@data_app.command("duplicates")
+def data_duplicates(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    documents: Annotated[int, typer.Option(min=2, help="Documents to compare with each other.")] = 10_000,
+    threshold: Annotated[
+        float, typer.Option(min=0.1, max=1.0, help="Share of runs of words in common that counts.")
+    ] = 0.8,
+) -> None:
+    """Documents of a sample of the raw text that are nearly the same as another of it, by source."""
+    from mesatron_data.near import find_near_duplicates
+
+    from mesatron.config import load_config
+
+    found = find_near_duplicates(load_config(file, overrides or []).data.input_folder, documents, threshold)
+    _table([
+        ("source", "documents", "nearly the same as an earlier one"),
+        *(
+            (source, f"{number:,}", f"{found.repeated.get(source, 0):,} ({found.repeated.get(source, 0) / number:.2%})")
+            for source, number in sorted(found.documents.items())
+        ),
+    ])  # fmt: skip
+    for place, earlier, likeness in found.pairs:
+        typer.echo(f"{place} is {likeness:.0%} of {earlier}")
 
 
 @checkpoint_app.command("list")

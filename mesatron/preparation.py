@@ -64,6 +64,15 @@ def print_manifest(folder: str, manifest: Manifest, what: str) -> None:
         for reason, number in counts.skipped.items():
             places = ", ".join(counts.skipped_places.get(reason, []))
             typer.echo(f"  skipped, {reason}: {number:,} ({places})")
+        if counts.duplicates:
+            typer.echo(f"  text that came before: {counts.duplicates:,} documents")
+        for reason, documents in counts.removed.items():
+            typer.echo(f"  left out, {reason}: {documents:,} documents")
+        inputs = max(counts.samples, 1) * manifest.context_length
+        typer.echo(
+            f"  packing, {manifest.packing}: {counts.padding_tokens / inputs:.2%} padding, "
+            f"{counts.cuts / max(counts.documents, 1):.2f} cuts a document"
+        )
         for file, (read, length) in counts.truncated.items():
             typer.echo(f"  ends early, {file}: {read:,} of {length:,} bytes read")
         for reason, number in counts.normalised.items():

@@ -1,6 +1,6 @@
 """The description of a prepared data folder, manifest.json, and its fingerprint.
 
-A prepared folder holds manifest.json, tokenizer.model, and for train and validation a folder of MDS shards with
+A prepared folder holds manifest.json, the tokenizer, and for train and validation a folder of MDS shards with
 index.json.
 """
 
@@ -100,6 +100,7 @@ class Manifest:
     fingerprint: str = ""
     format_version: int = FORMAT_VERSION
     packing: str = "concatenate"
+    tokenizer_file: str = "tokenizer.model"
 
     def to_json(self) -> bytes:
         """Return the content of manifest.json."""

@@ -5,8 +5,9 @@ file under FOLDER/train or FOLDER/validation. Lines end at a line feed only, so 
 part of the text.
 
 The text is left as it is, with two counted exceptions: a byte order mark at the start of a file is removed, and lone
-surrogates (a JSON escape can hold one, UTF-8 cannot) become U+FFFD. A record that cannot be used is skipped and
-counted by reason:
+surrogates (a JSON escape can hold one, UTF-8 cannot) become U+FFFD. (A tokenizer that is not ours may change more:
+documents that do not come back from it as they were are counted as text_changed_by_tokenizer.) A record that cannot be
+used is skipped and counted by reason:
 
     empty, whitespace_only    the text has no character, or only white space
     no_text                   the line is no JSON object with a string under "text"

@@ -22,7 +22,6 @@ from mesatron_data.pack import sample_count
 from mesatron_data.plan import Options, Plan, clear, existing, locked, make_plan, put_in_place
 from mesatron_data.records import SPLITS, check_skipped, check_truncated
 from mesatron_data.store import is_remote, list_sizes
-from mesatron_data.tokenizer import MODEL_FILE
 from mesatron_data.tokens import TokenJob, find, read_tables, tokenize
 from mesatron_data.workers import Workers, open_workers
 
@@ -93,6 +92,7 @@ def prepare(
             splits={split: SplitCounts() for split in SPLITS},
             request=plan.request,
             packing=plan.options.packing,
+            tokenizer_file=plan.tokenizer.file,
         )
         with open_workers(workers) as pool:
             counts = _found(pool, plan) if merge_only else _tokenize(pool, plan.jobs, progress)
@@ -115,7 +115,7 @@ def prepare(
         )
         _check_stored(plan, shards)
         small = {f"{split}/{INDEX_FILE}": index_of([one.shard for one in shards[split]]) for split in SPLITS}
-        small |= {MODEL_FILE: plan.tokenizer.model, MANIFEST_FILE: manifest.to_json()}
+        small |= {plan.tokenizer.file: plan.tokenizer.model, MANIFEST_FILE: manifest.to_json()}
         put_in_place(plan, small)
         shutil.rmtree(plan.work)
     return Prepared(manifest, reused=False)

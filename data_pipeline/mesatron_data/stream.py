@@ -1,13 +1,13 @@
 """The order of training samples, and the streams that training and validation read.
 
-The order is a function of (seed, epoch) alone. The samples of global batch b of an epoch are order[b * G : (b + 1) *
-G] for G = global_batch_size, of which rank r of w takes the r-th of w equal runs, so neither the number of processes
-and readers nor interruptions change what a global batch holds. An epoch is samples // G global batches; the rest is
-left out (other samples each epoch).
+The order is a function of (seed, epoch, mixture) alone. The samples of global batch b of an epoch are
+order[b * G : (b + 1) * G] for G = global_batch_size, of which rank r of w takes the r-th of w equal runs, so neither
+the number of processes and readers nor interruptions change what a global batch holds. An epoch is samples // G global
+batches; the rest is left out (other samples each epoch).
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mesatron_data.batch import Batch, collate
 from mesatron_data.errors import DataError
+from mesatron_data.mixture import mixed_order, shares_of
 from mesatron_data.mosaic import streaming
 from mesatron_data.prefetch import Prefetcher
 from mesatron_data.reader import SampleReader
@@ -71,11 +72,13 @@ class TrainStream:
     rank, world_size    of the data-parallel group; each step gives global_batch_size // world_size sequences
     seed, shuffle, num_canonical_nodes, shuffle_block_size
                         decide the order (see epoch_order)
+    weights             of sources, for data packed by source (see mesatron_data.mixture); None for their natural shares
     workers             reader threads; 0 reads only when asked
     prefetch_batches    that each of them keeps ready
     timeout_seconds     for each batch
 
-    Attributes: manifest, steps_per_epoch, dropped_samples (left out of each epoch). Raises DataError for a global
+    Attributes: manifest, steps_per_epoch, dropped_samples (left out of each epoch), shares (of tokens, asked for, by
+    source). Raises DataError for a global
     batch that the ranks cannot share or the data cannot fill and for a cache limit that the order does not fit into,
     and from __next__ for a missing or damaged shard, by name, or a batch that takes longer than the time-out.
     """
@@ -95,6 +98,7 @@ class TrainStream:
         timeout_seconds: float = 300.0,
         cache_folder: Path | None = None,
         cache_limit_bytes: int = 0,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         if global_batch_size % world_size:
             raise DataError(
@@ -116,6 +120,9 @@ class TrainStream:
             "num_canonical_nodes": num_canonical_nodes,
             "shuffle_block_size": shuffle_block_size,
         }
+        self._source_samples = self.manifest.splits["train"].source_samples
+        self.shares = self._mix(folder, weights)
+        self._weights = dict(weights) if weights is not None else None
         self._global_batch_size = global_batch_size
         self._rank = rank
         self._sequences = global_batch_size // world_size
@@ -177,10 +184,11 @@ class TrainStream:
         }
 
     def _identity(self) -> dict[str, Any]:
-        return {
+        return self._order_settings | {
             "fingerprint": self.manifest.fingerprint,
             "global_batch_size": self._global_batch_size,
-        } | self._order_settings
+            "weights": self._weights,
+        }
 
     def _read(self, step: int) -> Batch:
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
@@ -203,8 +211,32 @@ class TrainStream:
             if epoch not in self._orders:
                 # Readers ahead may be in the next epoch already; earlier ones are done with.
                 self._orders = {known: order for known, order in self._orders.items() if known >= epoch - 1}
-                self._orders[epoch] = epoch_order(self._reader.samples_per_shard, epoch=epoch, **self._order_settings)
+                self._orders[epoch] = self._make_order(epoch)
             return self._orders[epoch]
+
+    def _make_order(self, epoch: int) -> NDArray[np.int64]:
+        samples_per_shard = self._reader.samples_per_shard
+        if not self._source_samples:
+            return epoch_order(samples_per_shard, epoch=epoch, **self._order_settings)
+        ends = samples_per_shard.cumsum()
+        others = {name: value for name, value in self._order_settings.items() if name != "seed"}
+
+        def of_source(first: int, end: int, seed: int, own_epoch: int) -> NDArray[np.int64]:
+            shards = samples_per_shard[(ends > first) & (ends <= end)]  # a shard holds one source
+            return first + epoch_order(shards, seed, own_epoch, **others)
+
+        return mixed_order(self._source_samples, self.shares, self._order_settings["seed"], epoch, of_source)
+
+    def _mix(self, folder: str, weights: Mapping[str, float] | None) -> dict[str, float]:
+        if self._source_samples:
+            return shares_of(self._source_samples, weights)
+        if weights is not None:
+            raise DataError(
+                f"data.weights is set, but {folder} was packed without regard to sources: prepare it again with "
+                "data.weights set and --overwrite."
+            )
+        counts = self.manifest.splits["train"]
+        return {name: source.tokens / max(counts.tokens, 1) for name, source in counts.sources.items()}
 
 
 class ValidationSet:

@@ -88,6 +88,8 @@ def tokenize(job: TokenJob) -> SplitCounts:
                 digest.update(data)
                 output.write(data)
                 text = document.text.encode()
+                if not tokenizer.lossless and tokenizer.decode(ids) != document.text:
+                    counts.normalised["text_changed_by_tokenizer"] += 1
                 source = result.sources.setdefault(document.source, SourceCounts())
                 source.documents += 1
                 source.tokens += len(ids) + 1

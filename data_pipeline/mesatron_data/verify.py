@@ -13,9 +13,9 @@ from mesatron_data.errors import DataError
 from mesatron_data.files import sha256, write_atomically
 from mesatron_data.manifest import Manifest, load_manifest, read_file
 from mesatron_data.mds import decode_shard, shard_files
+from mesatron_data.pack import padding
 from mesatron_data.records import SPLITS
 from mesatron_data.store import is_remote, normal, read_bytes
-from mesatron_data.tokenizer import MODEL_FILE
 
 VERIFIED_FILE = "verified.json"
 
@@ -44,10 +44,10 @@ def verify(folder: str | Path, contents: bool = True) -> Report:
     indexes = {split: {"shards": shard_files(folder, split)} for split in SPLITS}
     if manifest.content_fingerprint(indexes) != manifest.fingerprint:
         raise DataError(f"The shards listed in {folder} are not those of its manifest: prepare again with --overwrite.")
-    if sha256(read_file(folder, MODEL_FILE)) != manifest.tokenizer_sha256:
+    if sha256(read_file(folder, manifest.tokenizer_file)) != manifest.tokenizer_sha256:
         raise DataError(
-            f"{folder}/{MODEL_FILE} is not the tokenizer the data were made with: restore it or prepare again "
-            "with --overwrite."
+            f"{folder}/{manifest.tokenizer_file} is not the tokenizer the data were made with: restore it or prepare "
+            "again with --overwrite."
         )
     shards = samples = size = 0
     for split, index in indexes.items():
@@ -142,8 +142,9 @@ def _check_contents(folder: str, shard: dict[str, Any], packed: bytes, manifest:
                 f"{where} has token {int(sample.tokens.max())}, but the vocabulary ends at "
                 f"{manifest.vocabulary_size - 1}: prepare again with --overwrite."
             )
-        begins = sample.document_starts[sample.tokens[sample.document_starts] == manifest.bos_id]
-        if len(begins) != int((sample.tokens == manifest.bos_id).sum()) or int(sample.sources.max()) >= len(
+        unused = padding(sample, manifest.bos_id) if manifest.packing == "best_fit" else 0
+        starts = int((sample.tokens[sample.document_starts] == manifest.bos_id).sum()) + max(unused - 1, 0)
+        if starts != int((sample.tokens == manifest.bos_id).sum()) or int(sample.sources.max()) >= len(
             manifest.sources
         ):
             raise DataError(

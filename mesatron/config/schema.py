@@ -119,12 +119,13 @@ class ModelConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """The SentencePiece model and how `mesatron tokenizer train` makes it."""
+    """The tokenizer, and how `mesatron tokenizer train` makes one."""
 
     path: Path
-    """Folder with tokenizer.model, or a .model file trained elsewhere."""
+    """Folder or file of a tokenizer: tokenizer.model (SentencePiece), tokenizer.json, or vocab.json and merges.txt
+    (byte-level BPE as GPT-2's)."""
     sample_bytes: PositiveInt = 100_000_000
-    """Text used for training, in bytes of UTF-8; memory grows with it."""
+    """Most text used for training, in bytes of UTF-8; refused where the free memory does not suffice for it."""
 
 
 class DataConfig(Section):
@@ -163,6 +164,18 @@ class DataConfig(Section):
     token_folder: Path | None = None
     """Where preparation puts token files and leaves them, so that other lengths, packings and cleaning need no
     tokenizing; needed where `folder` is a URL. Without it they lie beside `folder` until the shards are there."""
+    weights: dict[str, NonNegativeFloat] | None = None
+    """Share of each source in training, in any unit; sources left out are not read. Without it, as much as there is.
+    Documents are then packed by source, so set it before preparing; other values later need no preparing."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """Documents one after another, cut where a sequence is full (the paper's way), or whole where they fit, with the
+    rest of a sequence empty."""
+    min_document_tokens: NonNegativeInt = 0
+    """Preparation leaves out shorter documents; BOS counts."""
+    max_document_tokens: NonNegativeInt = 0
+    """Preparation leaves out longer documents; 0 for no bound."""
+    remove_duplicates: bool = False
+    """Preparation leaves out documents whose text has come before, in any file; they are counted either way."""
 
 
 class TrainConfig(Section):

@@ -110,6 +110,7 @@ class Trainer:
         last_step = min(self.config.train.steps, stop_at_step or self.config.train.steps)
         with ExitStack() as stack:
             self.engine = build_engine(self.config, self.layout, self.accumulation_steps)
+            self.engine.source_losses = torch.zeros(len(self.manifest.sources), device=self.world.device)
             origin = StartState(self.start.checkpoint, self.engine, self.config)
             origin.initialize()
             self._rehearse()
@@ -153,8 +154,24 @@ class Trainer:
         if self._due(self.config.monitor.log_every_steps):
             (global_loss_sum,) = self.layout.sum(float(loss_sum))
             observed = self._observe()
+            observed[0].update(self._by_source(micro_batches))
             if self.world.is_first:
                 self._log(global_loss_sum / targets, lr, result.grad_norm, checksum, *observed)
+
+    def _by_source(self, micro_batches: list[Batch]) -> dict[str, float]:
+        """The step's loss by source, and the share of its tokens that each source has and should have."""
+        sources = self.manifest.sources
+        present = torch.cat([part.sources[part.targets != IGNORED_TARGET] for part in micro_batches]).long()
+        counts = torch.bincount(present, minlength=len(sources))
+        totals = self.layout.sum(*self.engine.source_losses.tolist(), *counts.tolist())
+        losses, tokens = totals[: len(sources)], totals[len(sources) :]
+        scalars: dict[str, float] = {}
+        for name, loss, count in zip(sources, losses, tokens, strict=True):
+            if count:
+                scalars[f"train/loss_by_source/{name}"] = loss / count
+            scalars[f"mixture/achieved/{name}"] = count / sum(tokens)
+            scalars[f"mixture/asked/{name}"] = self.stream.shares.get(name, 0.0)
+        return scalars
 
     def _count_skipped(self, applied: bool) -> None:
         if applied:
@@ -250,7 +267,7 @@ class Trainer:
         self.stream = TrainStream(
             data.folder, self.config.train.global_batch_size, self.layout.data.rank, self.layout.data.size,
             seed=self.config.train.seed, shuffle=data.shuffle, num_canonical_nodes=data.num_canonical_nodes,
-            shuffle_block_size=data.shuffle_block_size, **reading,
+            shuffle_block_size=data.shuffle_block_size, weights=data.weights, **reading,
         )  # fmt: skip
         self.validation = ValidationSet(
             data.folder, evaluate.micro_batch_size, self.layout.data.rank, self.layout.data.size,

@@ -1,19 +1,28 @@
-"""Byte-level BPE as GPT-2 introduced it, as `mesatron_data.tokenizer.Tokenizer` uses it; the work is done by Hugging
-Face's `tokenizers`.
+"""Byte-level BPE as GPT-2 introduced it, as `mesatron_data.tokenizer.Tokenizer` uses it.
+
+Hugging Face's `tokenizers` reads the files and decodes. It encodes too, except where a tokenizer is of GPT-2's plain
+form: then `tiktoken` does, which gives the same ids in a fifth of the time.
 
 The token that separates documents (GPT-2's <|endoftext|>) serves as BOS. Where a text holds such a special token as
 characters, it is encoded as these characters.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import tiktoken
 import tokenizers
 
 from mesatron_data.errors import DataError
 
 BOS_TOKENS = ("<|endoftext|>", "<|begin_of_text|>", "<bos>", "<s>")
+# How GPT-2 cuts text into words, written so that no run of characters is gone through twice.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+# A million white characters in a row are too many for tiktoken's search.
+LONG_RUN = 100_000
+WHITE_RUN = re.compile(rf"\s{{{LONG_RUN}}}")
 GPT2_FILES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 
 
@@ -45,10 +54,11 @@ class ByteBpe:
         self.vocabulary_size = max(self._pieces) + 1
         self.bos_id: int = vocabulary[bos]
         self._silent = special | {self.bos_id}
+        self._fast = _fast_encoder(description | plain)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text, without BOS."""
-        return [self._tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+        return [self._encode(text) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of `ids`; special tokens give no text."""
@@ -57,6 +67,48 @@ class ByteBpe:
     def piece(self, token: int) -> str:
         """Return how the token is written in the vocabulary; "" for an id without a token."""
         return self._pieces.get(token, "")
+
+    def _encode(self, text: str) -> list[int]:
+        if self._fast is not None and not (len(text) > LONG_RUN and WHITE_RUN.search(text)):
+            return self._fast.encode_ordinary(text)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def _fast_encoder(description: dict[str, Any]) -> tiktoken.Encoding | None:
+    """The same encoder by tiktoken, which takes a token's id for its priority; None where it would not be the same."""
+    model, words = description["model"], description["pre_tokenizer"] or {}
+    plain = {
+        "type": "BPE", "dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+        "byte_fallback": False,
+    }  # fmt: skip
+    if (
+        description["normalizer"] is not None
+        or description["added_tokens"]
+        or any(model.get(key) not in (value, None, "") for key, value in plain.items())
+        or (words.get("type"), words.get("add_prefix_space"), words.get("use_regex", True))
+        != ("ByteLevel", False, True)
+    ):
+        return None
+    ids: dict[str, int] = model["vocab"]
+    merges = [pair if isinstance(pair, list) else pair.split(" ") for pair in model["merges"]]
+    merged = [ids["".join(pair)] for pair in merges]
+    signs = _byte_signs()
+    if merged != sorted(set(merged)) or not all(sign in ids for sign in signs):
+        return None
+    if merged and max(ids[sign] for sign in signs) > merged[0]:
+        return None
+    made = {*signs, *("".join(pair) for pair in merges)}
+    ranks = {bytes(signs[sign] for sign in token): ids[token] for token in made}
+    return tiktoken.Encoding("plain", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
+
+
+def _byte_signs() -> dict[str, int]:
+    """The printable character that stands for each byte in GPT-2's vocabulary: itself where it is one, else one from
+    U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
 
 
 def from_gpt2_files(vocabulary: Path, merges: Path) -> bytes:

@@ -1,6 +1,8 @@
 """Object stores, against a real S3 server on this machine: records from one and shards in one against the same in local
 folders, streams and their cache against streams of a local folder, and faults of a store against what is reported."""
 
+import functools
+import http.server
 import os
 import socket
 import socketserver
@@ -25,11 +27,13 @@ from moto.server import ThreadedMotoServer
 
 CONTEXT_LENGTH = 16
 SHARD_BYTES = 3000
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 ORDER = {"seed": 7, "num_canonical_nodes": 3, "shuffle_block_size": 200}
 
 
 class Gate(socketserver.ThreadingTCPServer):
-    """Stands before a server and passes its answers on while it is open."""
+    """Stands before a server and passes its answers on while it is open; with `spoil`, the next shard with a wrong
+    byte."""
 
     allow_reuse_address = daemon_threads = True
 
@@ -37,6 +41,7 @@ class Gate(socketserver.ThreadingTCPServer):
         self.behind = ("127.0.0.1", port)
         self.open = threading.Event()
         self.open.set()
+        self.spoil = threading.Event()
         super().__init__(("127.0.0.1", 0), _Relay)
 
 
@@ -45,16 +50,18 @@ class _Relay(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         with socket.create_connection(self.server.behind) as behind:
-            asking = threading.Thread(target=self.copy, args=(self.request, behind, None), daemon=True)
+            asking = threading.Thread(target=self.copy, args=(self.request, behind, False), daemon=True)
             asking.start()
-            self.copy(behind, self.request, self.server.open)
+            self.copy(behind, self.request, True)
 
-    @staticmethod
-    def copy(source: socket.socket, target: socket.socket, gate: threading.Event | None) -> None:
+    def copy(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
         try:
             while data := source.recv(1 << 16):
-                if gate is not None:
-                    gate.wait()
+                if answers:
+                    self.server.open.wait()
+                if answers and ZSTD_MAGIC in data and self.server.spoil.is_set():
+                    self.server.spoil.clear()
+                    data = data[:-5] + bytes([data[-5] ^ 1]) + data[-4:]
                 target.sendall(data)
             target.shutdown(socket.SHUT_WR)
         except OSError:
@@ -277,6 +284,32 @@ def test_a_damaged_object_is_fetched_again_and_then_named(stored: str, bucket: B
         stream.close()
     finally:
         bucket.put(key, good)
+
+
+def test_a_shard_that_is_damaged_on_its_way_is_fetched_again(prepared: Path, tmp_path: Path) -> None:
+    """From a plain web server, whose client has no checksums of its own."""
+    folder = functools.partial(QuietFiles, directory=str(prepared))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), folder) as server, Gate(server.server_address[1]) as gate:
+        for one in (server, gate):
+            threading.Thread(target=one.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{gate.server_address[1]}"
+        stream = TrainStream(url, 4, cache_folder=tmp_path, workers=0, **ORDER)
+        gate.spoil.set()
+        plain = TrainStream(str(prepared), 4, workers=0, **ORDER)
+        assert ids(stream, plain.steps_per_epoch) == ids(plain, plain.steps_per_epoch)
+        assert not gate.spoil.is_set()
+        stream.close()
+        plain.close()
+        gate.shutdown()
+        server.shutdown()
+    sizes = [path.stat().st_size for path in (prepared / "train").glob("*.zstd")]
+    again = stream.figures()["fetched_bytes"] - sum(sizes)
+    assert again in sizes, "one shard came twice"
+
+
+class QuietFiles(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: object) -> None:
+        pass
 
 
 def test_a_slow_store_shows_in_the_figures_and_ends_in_a_time_out(stored: str, gate: Gate, tmp_path: Path) -> None:

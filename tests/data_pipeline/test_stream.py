@@ -74,7 +74,7 @@ def test_global_batches_do_not_depend_on_ranks_and_readers(
     assert joined(ranks) == plain
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, 1, 4])
 def test_three_interruptions_change_nothing(prepared: Path, plain: list[list[int]], workers: int) -> None:
     """Stops within an epoch, right before, at and after its end; each leg has another number of ranks, readers read
     ahead."""

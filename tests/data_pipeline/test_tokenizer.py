@@ -76,6 +76,34 @@ def test_three_forms_of_one_bpe(trained_bpe: tokenizers.Tokenizer, bpe_folder: P
     assert loaded[0].sha256 == loaded[1].sha256
 
 
+def test_the_fast_encoder_gives_the_ids_of_the_library(
+    trained_bpe: tokenizers.Tokenizer, bpe_folder: Path, texts: dict[str, list[str]]
+) -> None:
+    """On the text it was trained on, on random strings, and on long runs of one character; a tokenizer of another form
+    is left to the library."""
+    one = Tokenizer.load(bpe_folder)
+    assert one._codec._fast is not None
+    draw = np.random.default_rng(0)
+    alphabet = [*"  \t\n\r\0abcthe.,'s0123", "'ll", " the", "é", "日", "😀", "\u2028", "\u200d", "\u0301"]
+    odd = ["".join(draw.choice(alphabet, size=draw.integers(0, 60))) for _ in range(5000)]
+    long = [character * 40_000 + end for character in " \nx.1😀" for end in ("", "x")]
+    long += ["a" + " " * 1_200_000 + "b"]
+    for some in (texts["train"], odd, long):
+        assert one.encode_batch(some) == [trained_bpe.encode(text, add_special_tokens=False).ids for text in some]
+    description = json.loads((bpe_folder / "tokenizer.json").read_text())
+    spaced = description | {"pre_tokenizer": description["pre_tokenizer"] | {"add_prefix_space": True}}
+    swapped = json.loads((bpe_folder / "tokenizer.json").read_text())
+    ids = swapped["model"]["vocab"]
+    first, second = ("".join(pair) for pair in swapped["model"]["merges"][:2])
+    ids[first], ids[second] = ids[second], ids[first]
+    for other in (description | {"normalizer": {"type": "NFC"}}, spaced, swapped):
+        model = json.dumps(other).encode()
+        library = tokenizers.Tokenizer.from_str(model.decode())
+        one = Tokenizer(model, "made up")
+        assert one._codec._fast is None
+        assert one.encode_batch(odd) == [library.encode(text, add_special_tokens=False).ids for text in odd]
+
+
 def test_special_tokens_in_a_text_are_characters(trained_bpe: tokenizers.Tokenizer, bpe_folder: Path) -> None:
     one = Tokenizer.load(bpe_folder)
     text = "end<|endoftext|>begin"

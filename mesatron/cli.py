@@ -127,7 +127,7 @@ def generate(
 
     solver = {"solver_steps": solver_steps, "solver_tolerance": solver_tolerance}
     trained = load_model(path, {key: value for key, value in solver.items() if value is not None})
-    tokenizer = Tokenizer.load(trained.config.data.folder)
+    tokenizer = Tokenizer.of_prepared(trained.config.data.folder)
     trained.check_tokenizer(tokenizer.sha256, trained.config.data.folder)
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
     shown = tokenizer.decode(ids)
@@ -210,6 +210,7 @@ def config_check(
 ) -> None:
     """Print the resolved config, its parameter count, tokens per step, steps and layout."""
     from mesatron_data.manifest import MANIFEST_FILE, load_manifest
+    from mesatron_data.store import is_remote
 
     from mesatron.config import accumulation_steps, check_prepared, data_parallel_size, dump_config, load_config
 
@@ -219,8 +220,9 @@ def config_check(
         processes = parallel.model_size * (parallel.data_size or 1)
     data_size = data_parallel_size(config, processes)
     accumulation = accumulation_steps(config, data_size)
-    if (config.data.folder / MANIFEST_FILE).exists():
-        check_prepared(config, load_manifest(str(config.data.folder)), config.data.folder)
+    folder = config.data.folder
+    if not is_remote(folder) and Path(folder, MANIFEST_FILE).exists():
+        check_prepared(config, load_manifest(folder), folder)
     typer.echo(dump_config(config), nl=False)
     train = config.train
     typer.echo(
@@ -238,7 +240,10 @@ def config_check(
 @tokenizer_app.command("train")
 def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
     """Train the SentencePiece model that the config names on its raw text."""
-    from mesatron_data.tokenizer import INFO_FILE, MODEL_FILE, Tokenizer, tokenizer_request, train_tokenizer
+    import resource
+
+    from mesatron_data.tokenizer import MODEL_FILE, Tokenizer, trained_as
+    from mesatron_data.tokenizer_training import tokenizer_request, train_tokenizer
 
     from mesatron.config import load_config
 
@@ -246,10 +251,11 @@ def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Ov
     folder, size = config.tokenizer.path, config.model.vocabulary_size
     if folder.is_file():
         raise DataError(f"tokenizer.path {folder} is a tokenizer already; use it as it is, or name a folder.")
-    request = tokenizer_request(str(config.data.input_folder), size, config.train.seed, config.tokenizer.sample_bytes)
+    request = tokenizer_request(
+        config.data.input_folder, size, config.train.seed, config.tokenizer.sample_bytes, config.data.weights
+    )
     if (folder / MODEL_FILE).exists() and not overwrite:
-        info = json.loads((folder / INFO_FILE).read_text()) if (folder / INFO_FILE).exists() else {}
-        if info.get("request") != request:
+        if trained_as(folder).get("request") != request:
             raise DataError(
                 f"{folder} holds another tokenizer than the config asks for; choose another tokenizer.path, or pass "
                 "--overwrite to replace it."
@@ -258,14 +264,21 @@ def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Ov
         typer.echo(f"{folder} is there already: {size} pieces.")
         return
     trained = train_tokenizer(
-        str(config.data.input_folder), folder, size, seed=config.train.seed,
+        config.data.input_folder, folder, size, seed=config.train.seed,
         max_sample_bytes=config.tokenizer.sample_bytes, max_skipped_fraction=config.data.max_skipped_fraction,
-        allow_truncated_files=config.data.allow_truncated_files,
+        allow_truncated_files=config.data.allow_truncated_files, weights=config.data.weights,
     )  # fmt: skip
     typer.echo(
         f"{folder}: {trained.vocabulary_size} pieces from {trained.sample_documents:,} of {trained.documents:,} "
         f"documents ({trained.sample_bytes / 1e6:.1f} MB)."
     )
+    for name, source in trained.sources.items():
+        typer.echo(
+            f"  {name}: {source.sample_bytes / 1e6:.1f} of {source.bytes / 1e6:.1f} MB "
+            f"({source.sample_bytes / max(source.bytes, 1):.1%})"
+        )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    typer.echo(f"  peak memory {peak / 1e9:.2f} GB")
 
 
 @data_app.command("prepare")
@@ -282,6 +295,8 @@ def data_prepare(
     merge: Annotated[bool, typer.Option("--merge", help="Only pack what all tasks have tokenized.")] = False,
 ) -> None:
     """Tokenize and pack the raw text into verified shards; a killed run goes on where it stopped."""
+    from mesatron_data.choice import Cleaning
+    from mesatron_data.plan import Options
     from mesatron_data.shards import prepare, tokenize_share
     from mesatron_data.tokenizer import Tokenizer
 
@@ -299,15 +314,20 @@ def data_prepare(
             "change it or train another tokenizer."
         )
     workers = workers or len(os.sched_getaffinity(0))
-    paths = (str(data.input_folder), data.folder, tokenizer, data.context_length)
+    paths = (data.input_folder, data.folder, tokenizer, data.context_length)
+    cleaning = Cleaning(data.min_document_tokens, data.max_document_tokens, data.remove_duplicates)
+    options = Options(data.packing, data.weights is not None, cleaning, data.token_folder)
     with preparation_bars() as progress:
         if task is not None:
             number, tasks = task_numbers(task)
-            files = tokenize_share(*paths, number, tasks, overwrite=overwrite, workers=workers, progress=progress)
+            files = tokenize_share(
+                *paths, number, tasks, overwrite=overwrite, workers=workers, progress=progress, options=options
+            )
         else:
             result = prepare(
                 *paths, max_skipped_fraction=data.max_skipped_fraction, overwrite=overwrite, workers=workers,
                 merge_only=merge, allow_truncated_files=data.allow_truncated_files, progress=progress,
+                options=options,
             )  # fmt: skip
     if task is not None:
         typer.echo(f"Task {task}: {files} files are tokenized; after all tasks run --merge.")
@@ -316,7 +336,9 @@ def data_prepare(
 
 
 @data_app.command("verify")
-def data_verify(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Prepared shards.")]) -> None:
+def data_verify(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Prepared shards, a path or a URL.")],
+) -> None:
     """Check every byte and every sequence of prepared shards."""
     from mesatron_data.verify import verify
 
@@ -328,8 +350,9 @@ def data_verify(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="P
 
 @data_app.command("inspect")
 def data_inspect(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Prepared shards.")],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Prepared shards, a path or a URL.")],
     samples: Annotated[int, typer.Option(min=0, help="Sequences to show decoded.")] = 2,
+    html: Annotated[Path | None, typer.Option(help="Write a page with plots to this file instead.")] = None,
 ) -> None:
     """Sources, document lengths, token frequencies and decoded sequences of prepared shards."""
     from mesatron_data.inspect import inspect
@@ -337,6 +360,12 @@ def data_inspect(
     from mesatron.preparation import print_manifest
 
     found = inspect(folder, samples)
+    if html is not None:
+        from mesatron_data.page import page
+
+        html.write_text(page(folder, found), encoding="utf-8")
+        typer.echo(f"{html} written.")
+        return
     print_manifest(folder, found.manifest, "holds")
     for split, counts in found.manifest.splits.items():
         lengths = ", ".join(f"<={length}: {number:,}" for length, number in counts.document_lengths.items())
@@ -348,6 +377,32 @@ def data_inspect(
         typer.echo(f"--- sequence {number}")
         for piece in sample:
             typer.echo(f"[{piece.source}{', document begins' if piece.begins else ', continued'}] {piece.text}")
+
+
+@data_app.command("duplicates")
+def data_duplicates(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    documents: Annotated[int, typer.Option(min=2, help="Documents to compare with each other.")] = 10_000,
+    threshold: Annotated[
+        float, typer.Option(min=0.1, max=1.0, help="Share of runs of words in common that counts.")
+    ] = 0.8,
+) -> None:
+    """Documents of a sample of the raw text that are nearly the same as another of it, by source."""
+    from mesatron_data.near import find_near_duplicates
+
+    from mesatron.config import load_config
+
+    found = find_near_duplicates(load_config(file, overrides or []).data.input_folder, documents, threshold)
+    _table([
+        ("source", "documents", "nearly the same as an earlier one"),
+        *(
+            (source, f"{number:,}", f"{found.repeated.get(source, 0):,} ({found.repeated.get(source, 0) / number:.2%})")
+            for source, number in sorted(found.documents.items())
+        ),
+    ])  # fmt: skip
+    for place, earlier, likeness in found.pairs:
+        typer.echo(f"{place} is {likeness:.0%} of {earlier}")
 
 
 @checkpoint_app.command("list")
@@ -393,7 +448,7 @@ def checkpoint_inspect(path: RunOrCheckpoint) -> None:
 @evaluate_app.command("perplexity")
 def evaluate_perplexity(
     path: RunOrCheckpoint,
-    data: Annotated[Path | None, typer.Option(help="Prepared shards; the run's own by default.")] = None,
+    data: Annotated[str | None, typer.Option(help="Prepared shards; the run's own by default.")] = None,
 ) -> None:
     """Perplexity on the whole validation split, overall and by source."""
     from mesatron.evaluate.checkpoint import evaluate_perplexity, load_model

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import typer
 from mesatron_data.manifest import Manifest
@@ -50,7 +49,7 @@ def preparation_bars() -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-def print_manifest(folder: Path, manifest: Manifest, what: str) -> None:
+def print_manifest(folder: str, manifest: Manifest, what: str) -> None:
     """Print what a prepared folder holds and what was left out of it."""
     typer.echo(
         f"{folder} {what}: sequences of {manifest.context_length} tokens, fingerprint {manifest.fingerprint[:12]}"
@@ -65,6 +64,15 @@ def print_manifest(folder: Path, manifest: Manifest, what: str) -> None:
         for reason, number in counts.skipped.items():
             places = ", ".join(counts.skipped_places.get(reason, []))
             typer.echo(f"  skipped, {reason}: {number:,} ({places})")
+        if counts.duplicates:
+            typer.echo(f"  text that came before: {counts.duplicates:,} documents")
+        for reason, documents in counts.removed.items():
+            typer.echo(f"  left out, {reason}: {documents:,} documents")
+        inputs = max(counts.samples, 1) * manifest.context_length
+        typer.echo(
+            f"  packing, {manifest.packing}: {counts.padding_tokens / inputs:.2%} padding, "
+            f"{counts.cuts / max(counts.documents, 1):.2f} cuts a document"
+        )
         for file, (read, length) in counts.truncated.items():
             typer.echo(f"  ends early, {file}: {read:,} of {length:,} bytes read")
         for reason, number in counts.normalised.items():

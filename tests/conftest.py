@@ -11,7 +11,7 @@ import pytest
 import yaml
 import zstandard
 from mesatron_data.shards import prepare
-from mesatron_data.tokenizer import train_tokenizer
+from mesatron_data.tokenizer_training import train_tokenizer
 
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # for tests/kernels; Triton reads it when anything first imports it

@@ -1,6 +1,6 @@
 """The description of a prepared data folder, manifest.json, and its fingerprint.
 
-A prepared folder holds manifest.json, tokenizer.model, and for train and validation a folder of MDS shards with
+A prepared folder holds manifest.json, the tokenizer, and for train and validation a folder of MDS shards with
 index.json.
 """
 
@@ -9,11 +9,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import fsspec
-
 from mesatron_data.errors import DataError
 from mesatron_data.files import sha256
 from mesatron_data.records import PLACES_KEPT
+from mesatron_data.store import normal, read_bytes
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 1
@@ -31,7 +30,13 @@ class SourceCounts:
 @dataclass
 class SplitCounts:
     """What one split holds. `document_lengths` counts documents by the smallest power of two that is no less than
-    their tokens, `truncated` names files that ended early, with the bytes read and had."""
+    their tokens, `truncated` names files that ended early, with the bytes read and had.
+
+    duplicates      documents whose text came before, in this split or in train, whether or not they were removed
+    removed         documents left out by cleaning, by reason; the counts of documents and tokens are without them
+    padding_tokens  that fill up samples; cuts: places where a sample goes on with a document that another began
+    source_samples  where samples were packed by source: how many of each, in the order of their ids
+    """
 
     samples: int = 0
     dropped_tail_tokens: int = 0
@@ -41,6 +46,11 @@ class SplitCounts:
     skipped_places: dict[str, list[str]] = field(default_factory=dict)
     normalised: dict[str, int] = field(default_factory=dict)
     truncated: dict[str, list[int]] = field(default_factory=dict)
+    duplicates: int = 0
+    removed: dict[str, int] = field(default_factory=dict)
+    padding_tokens: int = 0
+    cuts: int = 0
+    source_samples: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "SplitCounts":
@@ -56,12 +66,13 @@ class SplitCounts:
             total.documents += counts.documents
             total.tokens += counts.tokens
             total.bytes += counts.bytes
-        for name in ("document_lengths", "skipped", "normalised"):
+        for name in ("document_lengths", "skipped", "normalised", "removed"):
             setattr(self, name, sorted_counts(Counter(getattr(self, name)) + Counter(getattr(other, name))))
         for reason, places in other.skipped_places.items():
             self.skipped_places[reason] = (self.skipped_places.get(reason, []) + places)[:PLACES_KEPT]
         self.skipped_places = dict(sorted(self.skipped_places.items()))
         self.truncated |= other.truncated
+        self.duplicates += other.duplicates
 
     @property
     def documents(self) -> int:
@@ -88,6 +99,8 @@ class Manifest:
     request: str
     fingerprint: str = ""
     format_version: int = FORMAT_VERSION
+    packing: str = "concatenate"
+    tokenizer_file: str = "tokenizer.model"
 
     def to_json(self) -> bytes:
         """Return the content of manifest.json."""
@@ -115,15 +128,16 @@ class Manifest:
             self.sources,
             shards,
         ]
+        by_source = {name: split.source_samples for name, split in self.splits.items() if split.source_samples}
+        if by_source:
+            content.append([[name, list(counts.items())] for name, counts in sorted(by_source.items())])
         return sha256(json.dumps(content, sort_keys=True).encode())
 
 
 def read_file(folder: str, name: str) -> bytes:
     """Read a file of a prepared folder (local path or URL). Raises DataError when it is missing or cannot be read."""
     try:
-        with fsspec.open(f"{folder}/{name}", "rb") as file:
-            data: bytes = file.read()
-            return data
+        return read_bytes(f"{normal(folder)}/{name}")
     except FileNotFoundError as error:
         raise DataError(
             f"No {name} in {folder}: prepare the data with `mesatron data prepare`, or correct the path."

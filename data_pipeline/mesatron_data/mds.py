@@ -5,17 +5,18 @@ import itertools
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import zstandard
 
+from mesatron_data.choice import Segment, read_chosen
 from mesatron_data.errors import DataError
 from mesatron_data.files import sync, write_atomically
 from mesatron_data.manifest import read_json
-from mesatron_data.pack import Sample, cut
-from mesatron_data.tokens import Segment, read_segments
+from mesatron_data.pack import Sample, best_fit, cut, padding, pieces_of
+from mesatron_data.store import is_remote, normal, read_bytes, upload
 
 INDEX_FILE = "index.json"
 COMPRESSION = "zstd:7"
@@ -24,14 +25,26 @@ HASHES = ["sha1", "xxh64"]
 
 @dataclass(frozen=True)
 class ShardJob:
-    """Shard `number` of a split: the samples of `segments`, to be written into `folder`; its description goes to
-    `notes`."""
+    """Shard `number` of a split: the samples of `segments`, to be written into `folder` (local path or URL); what
+    became of it goes to `notes`."""
 
-    folder: Path
+    folder: str
     notes: Path
     number: int
     segments: list[Segment]
+    token_dtype: str
     context_length: int
+    packing: str
+    bos_id: int
+
+
+@dataclass(frozen=True)
+class WrittenShard:
+    """A shard's description for index.json, and what its packing cost (see SplitCounts)."""
+
+    shard: dict[str, Any]
+    padding_tokens: int = 0
+    cuts: int = 0
 
 
 def columns(token_dtype: str, context_length: int) -> dict[str, str]:
@@ -43,24 +56,34 @@ def columns(token_dtype: str, context_length: int) -> dict[str, str]:
     }
 
 
-def write_shard(job: ShardJob) -> dict[str, Any]:
-    """Return the description of a shard, writing it unless its description is there already."""
+def write_shard(job: ShardJob) -> WrittenShard | None:
+    """Write a shard unless its note says that it is written; None when no document begins where it would be."""
     from mesatron_data.mosaic import streaming
 
     note = job.notes / f"{job.number:05}.json"
     if note.exists():
-        known: dict[str, Any] = json.loads(note.read_bytes())
-        return known
+        return WrittenShard(**json.loads(note.read_bytes()))
+    documents = read_chosen(job.segments)
+    if not len(documents.tokens):
+        return None
     work = job.notes / f"{job.number:05}"
     shutil.rmtree(work, ignore_errors=True)
-    dtype = job.segments[0].token_dtype
     writer = streaming.MDSWriter(
-        columns=columns(dtype, job.context_length), out=str(work), compression=COMPRESSION, hashes=HASHES,
+        columns=columns(job.token_dtype, job.context_length), out=str(work), compression=COMPRESSION, hashes=HASHES,
         size_limit=None,
     )  # fmt: skip
+    padding_tokens = cuts = 0
     try:
-        for sample in cut(*read_segments(job.segments), job.context_length):
-            writer.write(vars(sample))
+        if job.packing == "best_fit":
+            pieces = pieces_of(documents, job.context_length)
+            cuts = len(pieces) - len(documents.begins)
+            for sample in best_fit(documents, pieces, job.context_length, job.bos_id):
+                padding_tokens += padding(sample, job.bos_id)
+                writer.write(vars(sample))
+        else:
+            for sample in cut(documents, job.context_length):
+                cuts += int(sample.tokens[0]) != job.bos_id
+                writer.write(vars(sample))
         writer.finish()
     finally:
         writer.cancel_future_jobs()
@@ -68,17 +91,22 @@ def write_shard(job: ShardJob) -> dict[str, Any]:
     written = work / shard["zip_data"]["basename"]
     for part in ("raw_data", "zip_data"):
         shard[part]["basename"] = shard[part]["basename"].replace("00000", f"{job.number:05}")
-    sync(written)
-    written.replace(job.folder / shard["zip_data"]["basename"])
-    sync(job.folder)
-    write_atomically(note, json.dumps(shard).encode())
+    place = f"{job.folder}/{shard['zip_data']['basename']}"
+    if is_remote(job.folder):
+        upload(written, place)
+    else:
+        sync(written)
+        written.replace(place)
+        sync(Path(job.folder))
+    result = WrittenShard(dict(shard), padding_tokens, cuts)
+    write_atomically(note, json.dumps(asdict(result)).encode())
     shutil.rmtree(work)
-    return dict(shard)
+    return result
 
 
-def write_index(folder: Path, shards: list[dict[str, Any]]) -> None:
-    """Write a split's index.json in the form of streaming's own writer."""
-    write_atomically(folder / INDEX_FILE, json.dumps({"version": 2, "shards": shards}, sort_keys=True).encode())
+def index_of(shards: list[dict[str, Any]]) -> bytes:
+    """Return a split's index.json in the form of streaming's own writer."""
+    return json.dumps({"version": 2, "shards": shards}, sort_keys=True).encode()
 
 
 def shard_files(folder: str | Path, split: str) -> list[dict[str, Any]]:
@@ -110,11 +138,11 @@ def decode_shard(shard: dict[str, Any], raw: bytes) -> Iterator[Sample]:
 
 
 def read_samples(folder: str | Path, split: str) -> Iterator[Sample]:
-    """Yield every stored sample of a local prepared folder in order."""
+    """Yield every stored sample of a prepared folder (local path or URL) in order."""
     for shard in shard_files(folder, split):
-        path = Path(folder) / split / shard["zip_data"]["basename"]
+        path = f"{normal(folder)}/{split}/{shard['zip_data']['basename']}"
         try:
-            raw = zstandard.ZstdDecompressor().decompress(path.read_bytes(), shard["raw_data"]["bytes"])
+            raw = zstandard.ZstdDecompressor().decompress(read_bytes(path), shard["raw_data"]["bytes"])
         except (zstandard.ZstdError, OSError) as error:
             raise DataError(
                 f"Shard {path} cannot be read ({' '.join(str(error).split())}): restore it or prepare again with "

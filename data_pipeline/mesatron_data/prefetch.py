@@ -13,7 +13,6 @@ from typing import Generic, TypeVar
 from mesatron_data.errors import DataError
 
 T = TypeVar("T")
-AHEAD_PER_WORKER = 2
 CLOSE_SECONDS = 5.0
 
 
@@ -21,7 +20,7 @@ class Prefetcher(Generic[T]):
     """Calls `read(position)` for position = first, first + 1, ... (below `end`, if given) and hands the results out
     in that order.
 
-    With `workers` of 1 or more, that many threads keep AHEAD_PER_WORKER results each ready. With 0, one thread reads
+    With `workers` of 1 or more, that many threads keep `ahead` results each ready. With 0, one thread reads
     a position only when it is asked for: nothing is read in vain, and the time-out still holds.
     """
 
@@ -30,12 +29,13 @@ class Prefetcher(Generic[T]):
         read: Callable[[int], T],
         first: int,
         workers: int,
+        ahead: int,
         timeout_seconds: float,
         what: str,
         end: int | None = None,
     ) -> None:
         self._read = read
-        self._ahead = AHEAD_PER_WORKER * workers
+        self._ahead = ahead * workers
         self._timeout_seconds = timeout_seconds
         self._what = what
         self._next_read = self._next_out = first
@@ -67,6 +67,14 @@ class Prefetcher(Generic[T]):
                 "data folder's storage answers, "
                 f"or raise the time-out."
             )
+
+    def ready(self) -> int:
+        """How many results in a row wait to be handed out."""
+        with self._changed:
+            count = 0
+            while self._next_out + count in self._ready:
+                count += 1
+            return count
 
     def close(self) -> None:
         """End the threads; one that is stuck in a read is left behind after CLOSE_SECONDS and ends with the process."""

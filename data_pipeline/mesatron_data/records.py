@@ -5,8 +5,9 @@ file under FOLDER/train or FOLDER/validation. Lines end at a line feed only, so 
 part of the text.
 
 The text is left as it is, with two counted exceptions: a byte order mark at the start of a file is removed, and lone
-surrogates (a JSON escape can hold one, UTF-8 cannot) become U+FFFD. A record that cannot be used is skipped and
-counted by reason:
+surrogates (a JSON escape can hold one, UTF-8 cannot) become U+FFFD. (A tokenizer that is not ours may change more:
+documents that do not come back from it as they were are counted as text_changed_by_tokenizer.) A record that cannot be
+used is skipped and counted by reason:
 
     empty, whitespace_only    the text has no character, or only white space
     no_text                   the line is no JSON object with a string under "text"
@@ -29,6 +30,7 @@ import fsspec
 import zstandard
 
 from mesatron_data.errors import DataError
+from mesatron_data.store import reaching
 
 SPLITS = ("train", "validation")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -80,7 +82,7 @@ class Counts:
             places.append(f"{file}:{line}")
 
 
-class _Truncated(Exception):
+class _Truncated(DataError):
     """The compressed data ended early or are damaged; `bytes_read` of them had been read by then."""
 
     def __init__(self, bytes_read: int) -> None:
@@ -92,13 +94,15 @@ def list_files(folder: str, split: str) -> list[InputFile]:
 
     Raises DataError when the folder is missing or holds no record file.
     """
-    system, root = fsspec.core.url_to_fs(folder)
-    base = f"{root.rstrip('/')}/{split}"
-    if not system.isdir(base):
-        raise DataError(
-            f"No folder {folder}/{split}: the input folder must hold train/ and validation/ with "
-            f"{', '.join(SUFFIXES)} files."
-        )
+    with reaching(folder):
+        system, root = fsspec.core.url_to_fs(folder)
+        base = f"{root.rstrip('/')}/{split}"
+        if not system.isdir(base):
+            raise DataError(
+                f"No folder {folder}/{split}: the input folder must hold train/ and validation/ with "
+                f"{', '.join(SUFFIXES)} files."
+            )
+        found = sorted(system.find(base, detail=True).items())
     files = [
         InputFile(
             url=system.unstrip_protocol(path),
@@ -106,7 +110,7 @@ def list_files(folder: str, split: str) -> list[InputFile]:
             bytes=info["size"],
             modified=str(info.get("mtime") or info.get("LastModified") or info.get("created") or ""),
         )
-        for path, info in sorted(system.find(base, detail=True).items())
+        for path, info in found
         if path.endswith(SUFFIXES)
     ]
     if not files:
@@ -211,7 +215,7 @@ def _lines(file: InputFile) -> Iterator[bytes]:
 
 def _blocks(file: InputFile) -> Iterator[bytes]:
     """Yield the decompressed bytes, raising _Truncated where the compressed data end early."""
-    with fsspec.open(file.url, "rb") as stream:
+    with reaching(file.url), fsspec.open(file.url, "rb") as stream:
         if file.name.endswith(".zst"):
             yield from _zstd_blocks(stream)
         elif file.name.endswith(".gz"):

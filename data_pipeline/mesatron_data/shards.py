@@ -1,36 +1,28 @@
 """Turn a folder of text records into MDS shards (`mesatron data prepare`).
 
-Two steps, each over any number of processes. Every file of records is tokenized into a token file; then every shard is
-cut from the token files laid end to end. Which samples a shard holds follows from its number, so the shards depend
-neither on the number of processes nor on what was done by which. All happens in a hidden sibling of the output folder,
-which keeps what is finished when a run is killed:
-
-    .OUTPUT.partial/tokens/        token files, by name of the file of records
-    .OUTPUT.partial/REQUEST/notes  descriptions of finished shards
-    .OUTPUT.partial/REQUEST/data   what becomes OUTPUT
+Three steps, each over any number of processes. Every file of records is tokenized into a token file; what is wanted of
+each token file is counted; then every shard is cut from the token files laid end to end. Which samples a shard holds
+follows from its number, so the shards depend neither on the number of processes nor on what was done by which.
 """
 
-import fcntl
 import itertools
-import os
 import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
+from mesatron_data.choice import ChosenFile, Segment, survey
+from mesatron_data.duplicates import find_duplicates
 from mesatron_data.errors import DataError
-from mesatron_data.files import sha256, sync, write_atomically, writing
-from mesatron_data.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest, SplitCounts, load_manifest, read_json
-from mesatron_data.mds import INDEX_FILE, ShardJob, shard_files, write_index, write_shard
+from mesatron_data.files import writing
+from mesatron_data.manifest import MANIFEST_FILE, Manifest, SplitCounts
+from mesatron_data.mds import INDEX_FILE, ShardJob, WrittenShard, index_of, write_shard
 from mesatron_data.pack import sample_count
-from mesatron_data.records import SPLITS, check_skipped, check_truncated, list_files
-from mesatron_data.tokenizer import MODEL_FILE, Tokenizer
-from mesatron_data.tokens import PARTIAL_SUFFIX, Segment, TokenJob, find, tokenize
+from mesatron_data.plan import Options, Plan, clear, existing, locked, make_plan, put_in_place
+from mesatron_data.records import SPLITS, check_skipped, check_truncated
+from mesatron_data.store import is_remote, list_sizes
+from mesatron_data.tokens import TokenJob, find, read_tables, tokenize
 from mesatron_data.workers import Workers, open_workers
 
 
@@ -69,26 +61,27 @@ def prepare(
     merge_only: bool = False,
     allow_truncated_files: bool = False,
     progress: Report | None = None,
+    options: Options | None = None,
 ) -> Prepared:
-    """Write the documents of `input_folder` (local path or URL) as packed samples into `output_folder` (local).
+    """Write the documents of `input_folder` as packed samples into `output_folder` (both local paths or URLs).
 
     Documents keep their input order, and the output is the same for any number of `workers`. OUTPUT is complete or
-    absent; a killed run is gone on with where it stopped, but for the file or shard each worker was at. `shard_bytes`
-    bounds the tokens of a shard, uncompressed. `merge_only` takes the token files that `tokenize_share` made and makes
-    none. Raises DataError for unusable input, for files that end early unless `allow_truncated_files`, for more than
-    `max_skipped_fraction` of a split's records skipped, and when OUTPUT holds anything else than the result of the same
-    call (with `overwrite`, other prepared data are replaced); DiskFullError without space.
+    absent (in a store: has a manifest.json or not); a killed run is gone on with where it stopped, but for the file or
+    shard each worker was at. `shard_bytes` bounds the tokens of a shard, uncompressed. `merge_only` takes the token
+    files that `tokenize_share` made and makes none. Raises DataError for unusable input, for files that end early
+    unless `allow_truncated_files`, for more than `max_skipped_fraction` of a split's records skipped, and when OUTPUT
+    holds anything else than the result of the same call (with `overwrite`, other prepared data are replaced);
+    DiskFullError without space.
     """
-    plan = _plan(input_folder, output_folder, tokenizer_path, context_length, shard_bytes)
-    existing = _existing(plan, overwrite)
-    if existing is not None:
+    plan = make_plan(input_folder, output_folder, tokenizer_path, context_length, shard_bytes, options or Options())
+    known = existing(plan, overwrite)
+    if known is not None:
         if plan.work.exists():  # of a run that was killed at its very end
-            with _locked(plan, alone=True):
+            with locked(plan, alone=True):
                 shutil.rmtree(plan.work)
-        return Prepared(existing, reused=True)
-    with writing(plan.output), _locked(plan, alone=True):
-        _remove_leftovers(plan)
-        folder = plan.work / plan.request
+        return Prepared(known, reused=True)
+    with writing(plan.place), locked(plan, alone=True):
+        clear(plan)
         manifest = Manifest(
             tokenizer_sha256=plan.tokenizer.sha256,
             vocabulary_size=plan.tokenizer.vocabulary_size,
@@ -98,25 +91,32 @@ def prepare(
             sources=[],
             splits={split: SplitCounts() for split in SPLITS},
             request=plan.request,
+            packing=plan.options.packing,
+            tokenizer_file=plan.tokenizer.file,
         )
-        jobs = plan.jobs
         with open_workers(workers) as pool:
-            counts = _found(pool, plan) if merge_only else _tokenize(pool, jobs, progress)
+            counts = _found(pool, plan) if merge_only else _tokenize(pool, plan.jobs, progress)
             check_truncated(
                 {name: sizes for count in counts for name, sizes in count.truncated.items()}, allow_truncated_files
             )
-            by_split = {}
             for split in SPLITS:
-                taken = [(job, count) for job, count in zip(jobs, counts, strict=True) if job.split == split]
-                _sum_up(manifest, split, [count for _, count in taken], max_skipped_fraction)
-                by_split[split] = taken
-            _pack(pool, by_split, manifest, folder, plan.samples_per_shard, progress)
+                result = manifest.splits[split]
+                for job, count in zip(plan.jobs, counts, strict=True):
+                    if job.split == split:
+                        result.add(count)
+                places = result.skipped_places
+                check_skipped(result.documents, result.skipped, places, max_skipped_fraction, f"{split}/")
+            chosen = _choose(pool, plan, counts, manifest)
+            shards = _pack(pool, plan, chosen, manifest, progress)
+        for split in SPLITS:
+            _check_samples(manifest, split)
         manifest.fingerprint = manifest.content_fingerprint(
-            {split: read_json(str(folder / "data"), f"{split}/{INDEX_FILE}") for split in SPLITS}
+            {split: {"shards": [written.shard for written in shards[split]]} for split in SPLITS}
         )
-        write_atomically(folder / "data" / MODEL_FILE, plan.tokenizer.model)
-        write_atomically(folder / "data" / MANIFEST_FILE, manifest.to_json())
-        _put_in_place(folder / "data", plan.output)
+        _check_stored(plan, shards)
+        small = {f"{split}/{INDEX_FILE}": index_of([one.shard for one in shards[split]]) for split in SPLITS}
+        small |= {plan.tokenizer.file: plan.tokenizer.model, MANIFEST_FILE: manifest.to_json()}
+        put_in_place(plan, small)
         shutil.rmtree(plan.work)
     return Prepared(manifest, reused=False)
 
@@ -132,6 +132,7 @@ def tokenize_share(
     overwrite: bool = False,
     workers: int = 1,
     progress: Report | None = None,
+    options: Options | None = None,
 ) -> int:
     """Make the token files of task `task` (from 0) of `tasks`, for `prepare` with `merge_only`.
 
@@ -141,112 +142,13 @@ def tokenize_share(
     """
     if not 0 <= task < tasks:
         raise DataError(f"There is no task {task} of {tasks}: tasks count from 0 to {tasks - 1}.")
-    plan = _plan(input_folder, output_folder, tokenizer_path, context_length, shard_bytes)
-    if _existing(plan, overwrite) is not None:
+    plan = make_plan(input_folder, output_folder, tokenizer_path, context_length, shard_bytes, options or Options())
+    if existing(plan, overwrite) is not None:
         return 0
     share = plan.jobs[task::tasks]
-    with writing(plan.output), _locked(plan, alone=False), open_workers(workers) as pool:
+    with writing(plan.place), locked(plan, alone=False), open_workers(workers) as pool:
         _tokenize(pool, share, progress)
     return len(share)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What a call is to do: `jobs` for every file of records, all under `work`; `request` identifies input and
-    settings."""
-
-    output: Path
-    work: Path
-    tokenizer: Tokenizer
-    token_dtype: str
-    samples_per_shard: int
-    jobs: list[TokenJob]
-    request: str
-
-
-def _plan(
-    input_folder: str, output_folder: str | Path, tokenizer_path: str | Path, context_length: int, shard_bytes: int
-) -> _Plan:
-    output = Path(output_folder).absolute()
-    work = output.with_name(f".{output.name}.partial")
-    tokenizer = Tokenizer.load(tokenizer_path)
-    dtype = "uint16" if tokenizer.vocabulary_size <= 1 << 16 else "uint32"
-    if context_length < 1:
-        raise DataError(f"context_length is {context_length}: give at least 1 token.")
-    sample_bytes = (context_length + 1) * np.dtype(dtype).itemsize
-    if shard_bytes < sample_bytes:
-        raise DataError(
-            f"shard_bytes {shard_bytes} cannot hold samples of {context_length} tokens: give {sample_bytes} or more."
-        )
-    jobs = [
-        TokenJob(split, file, work / "tokens" / file.name, Path(tokenizer_path), tokenizer.sha256, dtype)
-        for split in SPLITS
-        for file in list_files(input_folder, split)
-    ]
-    inputs = [job.request for job in jobs]
-    request = sha256(repr((FORMAT_VERSION, inputs, context_length, shard_bytes)).encode())
-    return _Plan(output, work, tokenizer, dtype, shard_bytes // sample_bytes, jobs, request)
-
-
-def _existing(plan: _Plan, overwrite: bool) -> Manifest | None:
-    """Return the manifest when the output is there, of the same request; None when there is none or it may be replaced;
-    else raise DataError."""
-    output = plan.output
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return None
-    if not (output / MANIFEST_FILE).is_file():
-        raise DataError(
-            f"{output} exists and is not a prepared data folder: choose another output folder or remove it."
-        )
-    if overwrite:
-        return None
-    manifest = load_manifest(str(output))
-    if manifest.request != plan.request:
-        raise DataError(
-            f"{output} was prepared from other input or settings: choose another output folder or ask to overwrite it."
-        )
-    for split in SPLITS:
-        for shard in shard_files(output, split):
-            path = output / split / shard["zip_data"]["basename"]
-            if not path.is_file() or path.stat().st_size != shard["zip_data"]["bytes"]:
-                raise DataError(f"{path} is missing or cut short: ask to overwrite {output} to prepare it again.")
-    return manifest
-
-
-@contextmanager
-def _locked(plan: _Plan, alone: bool) -> Iterator[None]:
-    """Make the work folder and hold a lock on it: with `alone` against every other run, else against those that are."""
-    plan.work.mkdir(parents=True, exist_ok=True)
-    lock = os.open(plan.work, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(
-                f"Another run is writing {plan.output}: wait for it or choose another output folder."
-            ) from error
-        yield
-    finally:
-        os.close(lock)
-
-
-def _remove_leftovers(plan: _Plan) -> None:
-    """Remove shards of other requests and what killed runs had only begun."""
-    for path in plan.work.iterdir():
-        if path.name not in ("tokens", plan.request):
-            shutil.rmtree(path)
-    for path in plan.work.rglob(f"*{PARTIAL_SUFFIX}"):
-        path.unlink()
-
-
-def _put_in_place(target: Path, output: Path) -> None:
-    replaced = output.with_name(f".{output.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if output.exists():
-        output.rename(replaced)
-    target.rename(output)
-    sync(output.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _tokenize(pool: Workers, jobs: list[TokenJob], progress: Report | None) -> list[SplitCounts]:
@@ -262,7 +164,7 @@ def _tokenize(pool: Workers, jobs: list[TokenJob], progress: Report | None) -> l
     return pool.map(tokenize, jobs, report)
 
 
-def _found(pool: Workers, plan: _Plan) -> list[SplitCounts]:
+def _found(pool: Workers, plan: Plan) -> list[SplitCounts]:
     """Return the counts of all token files. Raises DataError when some are not there."""
     jobs = plan.jobs
     found = pool.map(find, jobs, lambda job, counts: None)
@@ -275,77 +177,136 @@ def _found(pool: Workers, plan: _Plan) -> list[SplitCounts]:
     return [counts for counts in found if counts is not None]
 
 
-def _sum_up(manifest: Manifest, split: str, counts: list[SplitCounts], max_skipped_fraction: float) -> None:
-    """Add up the files of a split; new source names are appended to manifest.sources."""
-    result = manifest.splits[split]
-    for part in counts:
-        result.add(part)
-    check_skipped(result.documents, result.skipped, result.skipped_places, max_skipped_fraction, f"{split}/")
-    result.samples, result.dropped_tail_tokens = sample_count(result.tokens, manifest.context_length)
-    if not result.samples:
-        raise DataError(
-            f"The {split} records give {result.tokens} tokens, but one sample takes {manifest.context_length + 1} "
-            "(context_length + 1): give more text or a smaller context_length."
+Chosen = list[tuple[ChosenFile, SplitCounts]]
+
+
+def _choose(pool: Workers, plan: Plan, counts: list[SplitCounts], manifest: Manifest) -> dict[str, Chosen]:
+    """Count what is wanted of each token file, by split; the manifest gets sources and counts of that alone."""
+    documents = [count.documents for count in counts]
+    begins = [end - own for end, own in zip(itertools.accumulate(documents), documents, strict=True)]
+    hashes = (
+        read_tables(job.path, count.tokens, count.documents, job.token_dtype).hashes
+        for job, count in zip(plan.jobs, counts, strict=True)
+    )
+    repeated = find_duplicates(hashes, sum(documents), plan.work / plan.request / "duplicates")
+    files = [
+        ChosenFile(
+            job.path, count.tokens, count.documents, job.token_dtype, tuple(count.sources), repeated, begin,
+            plan.options.cleaning,
         )
-    manifest.sources += [source for source in result.sources if source not in manifest.sources]
+        for job, count, begin in zip(plan.jobs, counts, begins, strict=True)
+    ]  # fmt: skip
+    surveys = pool.map(survey, files, lambda file, result: None)
+    chosen: dict[str, Chosen] = {split: [] for split in SPLITS}
+    for split in manifest.splits.values():
+        split.sources, split.document_lengths = {}, {}
+    for job, file, result in zip(plan.jobs, files, surveys, strict=True):
+        chosen[job.split].append((file, result))
+        manifest.splits[job.split].add(result)
+    for split in manifest.splits.values():
+        manifest.sources += [source for source in split.sources if source not in manifest.sources]
+    return chosen
 
 
 def _pack(
-    pool: Workers,
-    files: dict[str, list[tuple[TokenJob, SplitCounts]]],
-    manifest: Manifest,
-    folder: Path,
-    samples_per_shard: int,
-    progress: Report | None,
-) -> None:
-    """Write the shards and index of every split."""
+    pool: Workers, plan: Plan, chosen: dict[str, Chosen], manifest: Manifest, progress: Report | None
+) -> dict[str, list[WrittenShard]]:
+    """Write the shards of every split; the manifest gets what became of them."""
     jobs: list[ShardJob] = []
+    owners: list[tuple[str, str]] = []
     for split in SPLITS:
-        for name in ("data", "notes"):
-            (folder / name / split).mkdir(parents=True, exist_ok=True)
+        folder, notes = f"{plan.folder}/{split}", plan.work / plan.request / "notes" / split
+        notes.mkdir(parents=True, exist_ok=True)
+        if not is_remote(folder):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        parts = list(_parts(plan, chosen[split], manifest, split))
+        owners += [(split, source or "") for source, _ in parts]
         jobs += [
-            ShardJob(folder / "data" / split, folder / "notes" / split, number, segments, manifest.context_length)
-            for number, segments in enumerate(_segments(files[split], manifest, split, samples_per_shard))
-        ]
+            ShardJob(
+                folder, notes, number, segments, plan.token_dtype, plan.context_length, plan.options.packing,
+                manifest.bos_id,
+            )
+            for number, (_, segments) in enumerate(parts)
+        ]  # fmt: skip
     documents = sum(split.documents for split in manifest.splits.values())
     tokens = sum(split.tokens for split in manifest.splits.values())
     done = itertools.count(1)
 
-    def report(job: ShardJob, shard: dict[str, Any]) -> None:
+    def report(job: ShardJob, shard: WrittenShard | None) -> None:
         number = next(done)
         if progress is not None:
             progress(Progress("pack", number, len(jobs), documents, tokens))
 
-    shards = pool.map(write_shard, jobs, report)
-    for split in SPLITS:
-        here = folder / "data" / split
-        write_index(here, [shard for job, shard in zip(jobs, shards, strict=True) if job.folder == here])
+    written: dict[str, list[WrittenShard]] = {split: [] for split in SPLITS}
+    for (split, source), shard in zip(owners, pool.map(write_shard, jobs, report), strict=True):
+        if shard is None:
+            continue
+        written[split].append(shard)
+        counts = manifest.splits[split]
+        counts.samples += shard.shard["samples"]
+        counts.padding_tokens += shard.padding_tokens
+        counts.cuts += shard.cuts
+        if source:
+            counts.source_samples[source] = counts.source_samples.get(source, 0) + shard.shard["samples"]
+    return written
 
 
-def _segments(
-    files: list[tuple[TokenJob, SplitCounts]], manifest: Manifest, split: str, samples_per_shard: int
-) -> Iterator[list[Segment]]:
-    """Yield, for each shard of a split, the parts of token files that hold its samples."""
-    filled = [(job, counts) for job, counts in files if counts.tokens]
-    ends = list(itertools.accumulate(counts.tokens for _, counts in filled))
-    length, samples = manifest.context_length, manifest.splits[split].samples
-    for first in range(0, samples, samples_per_shard):
-        begin, end = first * length, min(first + samples_per_shard, samples) * length + 1
-        segments = []
-        for number in range(bisect_right(ends, begin), len(ends)):
-            job, counts = filled[number]
-            start = ends[number] - counts.tokens
-            if start >= end:
-                break
-            segments.append(
-                Segment(
-                    path=job.path,
-                    tokens=counts.tokens,
-                    documents=counts.documents,
-                    token_dtype=manifest.token_dtype,
-                    sources=tuple(manifest.sources.index(source) for source in counts.sources),
-                    begin=max(begin - start, 0),
-                    end=min(end - start, counts.tokens),
+def _parts(plan: Plan, chosen: Chosen, manifest: Manifest, split: str) -> Iterator[tuple[str | None, list[Segment]]]:
+    """Yield, for each shard of a split, the source it is of (None: of all) and the parts of token files it is cut from.
+
+    Without cuts between documents a shard takes those that begin in its share of the stream, so it may hold a few
+    samples more or fewer than another.
+    """
+    whole = plan.options.packing == "best_fit"
+    step = plan.samples_per_shard * plan.context_length
+    streams = list(manifest.splits[split].sources) if plan.options.by_source and split == "train" else [None]
+    for source in streams:
+        sizes = [(file, _tokens_of(counts, source)) for file, counts in chosen]
+        filled = [(file, size) for file, size in sizes if size]
+        ends = list(itertools.accumulate(size for _, size in filled))
+        total = ends[-1] if ends else 0
+        samples, left = sample_count(total, plan.context_length)
+        if not whole:
+            manifest.splits[split].dropped_tail_tokens += left
+        for begin in range(0, total if whole else samples * plan.context_length, step):
+            end = min(begin + step, total) if whole else min(begin + step, samples * plan.context_length) + 1
+            segments = []
+            for number in range(bisect_right(ends, begin), len(ends)):
+                file, size = filled[number]
+                start = ends[number] - size
+                if start >= end:
+                    break
+                numbers = tuple(
+                    manifest.sources.index(name) if name in manifest.sources else 0 for name in file.sources
                 )
-            )
-        yield segments
+                segments.append(Segment(file, source, max(begin - start, 0), min(end - start, size), whole, numbers))
+            yield source, segments
+
+
+def _tokens_of(counts: SplitCounts, source: str | None) -> int:
+    if source is None:
+        return counts.tokens
+    return counts.sources[source].tokens if source in counts.sources else 0
+
+
+def _check_samples(manifest: Manifest, split: str) -> None:
+    counts = manifest.splits[split]
+    if not counts.samples:
+        raise DataError(
+            f"The {split} records give {counts.tokens} tokens, but one sample takes {manifest.context_length + 1} "
+            "(context_length + 1): give more text or a smaller context_length."
+        )
+
+
+def _check_stored(plan: Plan, shards: dict[str, list[WrittenShard]]) -> None:
+    """Before a manifest vouches for them: see that a store has all shards, for their notes may be of an earlier run."""
+    if not is_remote(plan.output):
+        return
+    sizes = list_sizes(plan.output)
+    for split, written in shards.items():
+        for shard in (one.shard["zip_data"] for one in written):
+            if sizes.get(f"{split}/{shard['basename']}") != shard["bytes"]:
+                raise DataError(
+                    f"{plan.output}/{split}/{shard['basename']} is no longer what was stored there: remove {plan.work} "
+                    "and start again."
+                )

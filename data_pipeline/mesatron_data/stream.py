@@ -1,13 +1,13 @@
 """The order of training samples, and the streams that training and validation read.
 
-The order is a function of (seed, epoch) alone. The samples of global batch b of an epoch are order[b * G : (b + 1) *
-G] for G = global_batch_size, of which rank r of w takes the r-th of w equal runs, so neither the number of processes
-and readers nor interruptions change what a global batch holds. An epoch is samples // G global batches; the rest is
-left out (other samples each epoch).
+The order is a function of (seed, epoch, mixture) alone. The samples of global batch b of an epoch are
+order[b * G : (b + 1) * G] for G = global_batch_size, of which rank r of w takes the r-th of w equal runs, so neither
+the number of processes and readers nor interruptions change what a global batch holds. An epoch is samples // G global
+batches; the rest is left out (other samples each epoch).
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from mesatron_data.batch import Batch, collate
 from mesatron_data.errors import DataError
+from mesatron_data.mixture import mixed_order, shares_of
 from mesatron_data.mosaic import streaming
 from mesatron_data.prefetch import Prefetcher
 from mesatron_data.reader import SampleReader
@@ -46,20 +47,40 @@ def epoch_order(
     return order[np.argsort(position_in_part, kind="stable")]
 
 
+def working_set(
+    order: NDArray[np.int64], samples_per_shard: NDArray[np.int64], bytes_per_shard: NDArray[np.int64]
+) -> int:
+    """Return the most bytes of shards that are in use at a time while samples are read in `order`: a shard is from its
+    first sample to its last."""
+    shard = np.repeat(np.arange(len(samples_per_shard)), samples_per_shard)[order]
+    first, last = np.zeros(len(samples_per_shard), np.int64), np.zeros(len(samples_per_shard), np.int64)
+    places = np.arange(len(order))
+    first[shard[::-1]] = places[::-1]  # of assignments to one place numpy keeps the last
+    last[shard] = places
+    change = np.zeros(len(order) + 1, np.int64)
+    np.add.at(change, first, bytes_per_shard)
+    np.add.at(change, last + 1, -bytes_per_shard)
+    return int(change.cumsum().max())
+
+
 class TrainStream:
     """An endless iterator over this rank's share of the global batches.
 
-    folder              prepared data, local path or URL (see SampleReader for cache_folder and for what is collective)
+    folder, cache_folder, cache_limit_bytes
+                        prepared data, local path or URL, and where its unpacked shards go (see SampleReader)
     global_batch_size   sequences per step over all ranks
     rank, world_size    of the data-parallel group; each step gives global_batch_size // world_size sequences
     seed, shuffle, num_canonical_nodes, shuffle_block_size
                         decide the order (see epoch_order)
+    weights             of sources, for data packed by source (see mesatron_data.mixture); None for their natural shares
     workers             reader threads; 0 reads only when asked
+    prefetch_batches    that each of them keeps ready
     timeout_seconds     for each batch
 
-    Attributes: manifest, steps_per_epoch, dropped_samples (left out of each epoch). Raises DataError for a global
-    batch that the ranks cannot share or the data cannot fill, and from __next__ for a missing or damaged shard, by
-    name, or a batch that takes longer than the time-out.
+    Attributes: manifest, steps_per_epoch, dropped_samples (left out of each epoch), shares (of tokens, asked for, by
+    source). Raises DataError for a global
+    batch that the ranks cannot share or the data cannot fill and for a cache limit that the order does not fit into,
+    and from __next__ for a missing or damaged shard, by name, or a batch that takes longer than the time-out.
     """
 
     def __init__(
@@ -73,19 +94,21 @@ class TrainStream:
         num_canonical_nodes: int = 8,
         shuffle_block_size: int = 1 << 18,
         workers: int = 1,
+        prefetch_batches: int = 2,
         timeout_seconds: float = 300.0,
         cache_folder: Path | None = None,
+        cache_limit_bytes: int = 0,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         if global_batch_size % world_size:
             raise DataError(
                 f"A global batch of {global_batch_size} sequences cannot be shared by {world_size} "
                 f"processes: give a multiple of {world_size}."
             )
-        self._reader = SampleReader(folder, "train", cache_folder, timeout_seconds)
+        self._reader = SampleReader(folder, "train", cache_folder, cache_limit_bytes)
         self.manifest = self._reader.manifest
         self.steps_per_epoch, self.dropped_samples = divmod(self._reader.samples, global_batch_size)
         if not self.steps_per_epoch:
-            self._reader.close()
             raise DataError(
                 f"{folder} holds {self._reader.samples} training samples, fewer than one global batch of "
                 f"{global_batch_size}: "
@@ -97,15 +120,19 @@ class TrainStream:
             "num_canonical_nodes": num_canonical_nodes,
             "shuffle_block_size": shuffle_block_size,
         }
+        self._source_samples = self.manifest.splits["train"].source_samples
+        self.shares = self._mix(folder, weights)
+        self._weights = dict(weights) if weights is not None else None
         self._global_batch_size = global_batch_size
         self._rank = rank
         self._sequences = global_batch_size // world_size
-        self._workers = workers
-        self._timeout_seconds = timeout_seconds
+        self._workers, self._prefetch_batches, self._timeout_seconds = workers, prefetch_batches, timeout_seconds
         self._step = 0
         self._prefetcher: Prefetcher[Batch] | None = None
         self._orders: dict[int, NDArray[np.int64]] = {}
         self._orders_lock = threading.Lock()
+        if cache_limit_bytes:
+            self._check_limit(cache_limit_bytes)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -113,7 +140,7 @@ class TrainStream:
     def __next__(self) -> Batch:
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(
-                self._read, self._step, self._workers, self._timeout_seconds, "Training batch"
+                self._read, self._step, self._workers, self._prefetch_batches, self._timeout_seconds, "Training batch"
             )
         batch = self._prefetcher.next()
         self._step += 1
@@ -141,29 +168,75 @@ class TrainStream:
         self._step = state["epoch"] * self.steps_per_epoch + state["step_in_epoch"]
 
     def close(self) -> None:
-        """End the reader threads and free the shared memory."""
+        """End the reader threads."""
         if self._prefetcher is not None:
             self._prefetcher.close()
-        self._reader.close()
+
+    def figures(self) -> dict[str, float]:
+        """How reading goes in this process: batches ready now (0: training waits for the storage), and bytes of packed
+        shards and seconds it took to fetch them, so far and over all readers."""
+        cache = self._reader.cache
+        ready = self._prefetcher.ready() if self._prefetcher else 0
+        return {
+            "batches_ready": float(ready),
+            "fetched_bytes": float(cache.fetched_bytes),
+            "fetch_seconds": cache.fetch_seconds,
+        }
 
     def _identity(self) -> dict[str, Any]:
-        return {
+        return self._order_settings | {
             "fingerprint": self.manifest.fingerprint,
             "global_batch_size": self._global_batch_size,
-        } | self._order_settings
+            "weights": self._weights,
+        }
 
     def _read(self, step: int) -> Batch:
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         begin = step_in_epoch * self._global_batch_size + self._rank * self._sequences
         return _read_batch(self._reader, self._order(epoch)[begin : begin + self._sequences].tolist())
 
+    def _check_limit(self, limit_bytes: int) -> None:
+        sizes = self._reader.bytes_per_shard
+        needed = working_set(self._order(0), self._reader.samples_per_shard, sizes)
+        needed += int(sizes.max()) * (1 + self._workers)  # validation's, and those read ahead
+        if limit_bytes < needed:
+            raise DataError(
+                f"data.cache_limit_bytes is {limit_bytes}, but this order of the data keeps {needed} bytes of shards "
+                "in use at a time: raise it to that or more, or in a new run lower data.shuffle_block_size or "
+                "data.num_canonical_nodes."
+            )
+
     def _order(self, epoch: int) -> NDArray[np.int64]:
         with self._orders_lock:
             if epoch not in self._orders:
                 # Readers ahead may be in the next epoch already; earlier ones are done with.
                 self._orders = {known: order for known, order in self._orders.items() if known >= epoch - 1}
-                self._orders[epoch] = epoch_order(self._reader.samples_per_shard, epoch=epoch, **self._order_settings)
+                self._orders[epoch] = self._make_order(epoch)
             return self._orders[epoch]
+
+    def _make_order(self, epoch: int) -> NDArray[np.int64]:
+        samples_per_shard = self._reader.samples_per_shard
+        if not self._source_samples:
+            return epoch_order(samples_per_shard, epoch=epoch, **self._order_settings)
+        ends = samples_per_shard.cumsum()
+        others = {name: value for name, value in self._order_settings.items() if name != "seed"}
+
+        def of_source(first: int, end: int, seed: int, own_epoch: int) -> NDArray[np.int64]:
+            shards = samples_per_shard[(ends > first) & (ends <= end)]  # a shard holds one source
+            return first + epoch_order(shards, seed, own_epoch, **others)
+
+        return mixed_order(self._source_samples, self.shares, self._order_settings["seed"], epoch, of_source)
+
+    def _mix(self, folder: str, weights: Mapping[str, float] | None) -> dict[str, float]:
+        if self._source_samples:
+            return shares_of(self._source_samples, weights)
+        if weights is not None:
+            raise DataError(
+                f"data.weights is set, but {folder} was packed without regard to sources: prepare it again with "
+                "data.weights set and --overwrite."
+            )
+        counts = self.manifest.splits["train"]
+        return {name: source.tokens / max(counts.tokens, 1) for name, source in counts.sources.items()}
 
 
 class ValidationSet:
@@ -182,23 +255,26 @@ class ValidationSet:
         world_size: int = 1,
         max_samples: int | None = None,
         workers: int = 1,
+        prefetch_batches: int = 2,
         timeout_seconds: float = 300.0,
         cache_folder: Path | None = None,
+        cache_limit_bytes: int = 0,
     ) -> None:
-        self._reader = SampleReader(folder, "validation", cache_folder, timeout_seconds)
+        self._reader = SampleReader(folder, "validation", cache_folder, cache_limit_bytes)
         self.manifest = self._reader.manifest
         samples = min(self._reader.samples, max_samples or self._reader.samples)
         ids = [i * self._reader.samples // samples for i in range(rank, samples, world_size)]
         self._batches = _in_batches(ids, micro_batch_size)
         self._micro_batch_size, self._rank, self._world_size = micro_batch_size, rank, world_size
-        self._workers = workers
-        self._timeout_seconds = timeout_seconds
+        self._workers, self._prefetch_batches, self._timeout_seconds = workers, prefetch_batches, timeout_seconds
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        prefetcher = Prefetcher(self._read, 0, self._workers, self._timeout_seconds, "Validation batch", end=len(self))
+        prefetcher = Prefetcher(
+            self._read, 0, self._workers, self._prefetch_batches, self._timeout_seconds, "Validation batch", len(self)
+        )
         try:
             for _ in self._batches:
                 yield prefetcher.next()
@@ -210,10 +286,6 @@ class ValidationSet:
         ids = range(self._rank, min(samples, self._reader.samples), self._world_size)
         for batch in _in_batches(list(ids), self._micro_batch_size):
             yield _read_batch(self._reader, batch)
-
-    def close(self) -> None:
-        """Free the shared memory."""
-        self._reader.close()
 
     def _read(self, position: int) -> Batch:
         return _read_batch(self._reader, self._batches[position])

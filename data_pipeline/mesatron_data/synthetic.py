@@ -7,7 +7,7 @@ import numpy as np
 from mesatron_data.manifest import Manifest, SourceCounts, SplitCounts, read_json
 from mesatron_data.mds import COMPRESSION, HASHES, columns
 from mesatron_data.mosaic import streaming
-from mesatron_data.pack import cut
+from mesatron_data.pack import Documents, cut
 
 
 def write_shards(folder: Path, vocabulary_size: int, context_length: int, samples: dict[str, int], seed: int) -> Path:
@@ -37,7 +37,7 @@ def write_shards(folder: Path, vocabulary_size: int, context_length: int, sample
             columns=columns("uint16", context_length), out=str(folder / split), compression=COMPRESSION, hashes=HASHES,
             size_limit=1 << 13,
         ) as writer:  # fmt: skip
-            for sample in cut(tokens, np.array(begins[:-1]), np.array(sources, np.uint16), context_length):
+            for sample in cut(Documents(tokens, np.array(begins[:-1]), np.array(sources, np.uint16)), context_length):
                 writer.write(vars(sample))
         manifest.splits[split] = SplitCounts(samples=count, sources={"a": SourceCounts(), "b": SourceCounts()})
     indexes = {split: read_json(str(folder), f"{split}/index.json") for split in samples}

@@ -1,8 +1,10 @@
 """Token files: the tokens of one file of records, kept between reading the text and packing samples.
 
-NAME.tokens holds the token stream BOS document BOS document ..., then where in it each document begins (int64), then
-each document's source as a number (uint16). NAME.json, written last, holds its SHA-256 and what became of the records.
-Both are functions of records and tokenizer alone, so two processes that make the same one do not disturb each other.
+NAME.tokens holds the token stream BOS document BOS document ..., then four tables with a value for each document:
+where in the stream it begins (int64), the UTF-8 bytes of its text (int64), the text's hash (uint64) and its source as
+a number (uint16). NAME.json, written last, holds its SHA-256 and what became of the records. Both are functions of
+records and tokenizer alone, so two processes that make the same one do not disturb each other, and everything that is
+decided later (sequence length, packing, cleaning, mixture) takes no second tokenizing.
 """
 
 import functools
@@ -14,8 +16,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from mesatron_data.errors import DataError
@@ -24,7 +28,7 @@ from mesatron_data.manifest import SourceCounts, SplitCounts, length_class, sort
 from mesatron_data.records import Counts, Document, InputFile, read_documents
 from mesatron_data.tokenizer import Tokenizer
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ENCODE_CHARACTERS = 1 << 20
 READ_BYTES = 1 << 22
 PARTIAL_SUFFIX = ".partial"
@@ -50,17 +54,14 @@ class TokenJob:
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Tokens `begin` to `end` of the token file at `path`; `sources` are the numbers that its own source numbers stand
-    for."""
+class Tables:
+    """What a token file knows of each document, [documents] each; `lengths` are tokens with BOS."""
 
-    path: Path
-    tokens: int
-    documents: int
-    token_dtype: str
-    sources: tuple[int, ...]
-    begin: int
-    end: int
+    begins: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    bytes: NDArray[np.int64]
+    hashes: NDArray[np.uint64]
+    sources: NDArray[np.uint16]
 
 
 def tokenize(job: TokenJob) -> SplitCounts:
@@ -74,8 +75,7 @@ def tokenize(job: TokenJob) -> SplitCounts:
     counts = Counts()
     result = SplitCounts()
     lengths: Counter[int] = Counter()
-    document_lengths: list[int] = []
-    sources: list[int] = []
+    document_lengths, text_bytes, hashes, sources = array("q"), array("q"), array("Q"), array("H")
     numbers: dict[str, int] = {}
     digest = hashlib.sha256()
     dtype = np.dtype(job.token_dtype)
@@ -87,15 +87,21 @@ def tokenize(job: TokenJob) -> SplitCounts:
                 data = bos + array(dtype.char, ids).tobytes()
                 digest.update(data)
                 output.write(data)
+                text = document.text.encode()
+                if not tokenizer.lossless and tokenizer.decode(ids) != document.text:
+                    counts.normalised["text_changed_by_tokenizer"] += 1
                 source = result.sources.setdefault(document.source, SourceCounts())
                 source.documents += 1
                 source.tokens += len(ids) + 1
-                source.bytes += len(document.text.encode())
+                source.bytes += len(text)
                 lengths[length_class(len(ids) + 1)] += 1
                 document_lengths.append(len(ids) + 1)
+                text_bytes.append(len(text))
+                hashes.append(xxhash.xxh3_64_intdigest(text))
                 sources.append(numbers.setdefault(document.source, len(numbers)))
-            begins = np.cumsum([0, *document_lengths[:-1]], dtype=np.int64)[: len(sources)]
-            for table in (begins, np.array(sources, np.uint16)):
+            lengths_table = np.array(document_lengths, np.int64)
+            begins = lengths_table.cumsum() - lengths_table
+            for table in (begins, text_bytes, hashes, sources):
                 digest.update(table.tobytes())
                 output.write(table.tobytes())
         sync(partial)
@@ -127,24 +133,30 @@ def find(job: TokenJob) -> SplitCounts | None:
         return None
 
 
-def read_segments(segments: list[Segment]) -> tuple[NDArray[np.unsignedinteger], NDArray[np.int64], NDArray[np.uint16]]:
-    """Return tokens, document begins and sources of segments laid end to end, as `mesatron_data.pack.cut` takes
-    them."""
-    tokens, begins, sources = [], [], []
-    position = 0
-    for segment in segments:
-        path = _data_path(segment.path)
-        dtype = np.dtype(segment.token_dtype)
-        table = segment.tokens * dtype.itemsize
-        all_begins = np.fromfile(path, np.int64, segment.documents, offset=table)
-        all_sources = np.fromfile(path, np.uint16, segment.documents, offset=table + all_begins.nbytes)
-        low = int(np.searchsorted(all_begins, segment.begin, side="right")) - 1
-        high = int(np.searchsorted(all_begins, segment.end, side="left"))
-        tokens.append(np.fromfile(path, dtype, segment.end - segment.begin, offset=segment.begin * dtype.itemsize))
-        begins.append(all_begins[low:high] - segment.begin + position)
-        sources.append(np.array(segment.sources, np.uint16)[all_sources[low:high]])
-        position += segment.end - segment.begin
-    return np.concatenate(tokens), np.concatenate(begins), np.concatenate(sources)
+def read_tables(path: Path, tokens: int, documents: int, token_dtype: str) -> Tables:
+    """Return the tables of a token file that holds so many tokens and documents."""
+    position = tokens * np.dtype(token_dtype).itemsize
+    tables: list[NDArray[Any]] = []
+    for dtype in (np.int64, np.int64, np.uint64, np.uint16):
+        tables.append(np.fromfile(_data_path(path), dtype, documents, offset=position))
+        position += tables[-1].nbytes
+    begins, text_bytes, hashes, sources = tables
+    return Tables(begins, np.diff(begins, append=tokens), text_bytes, hashes, sources)
+
+
+def read_tokens(path: Path, token_dtype: str, begin: int, end: int) -> NDArray[np.unsignedinteger]:
+    """Return tokens `begin` to `end` of a token file."""
+    dtype = np.dtype(token_dtype)
+    return np.fromfile(_data_path(path), dtype, end - begin, offset=begin * dtype.itemsize)
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what processes of this machine that are no more had begun."""
+    here = f".{os.uname().nodename}-"
+    for path in folder.rglob(f"*{here}*{PARTIAL_SUFFIX}"):
+        process = path.name.removesuffix(PARTIAL_SUFFIX).rpartition("-")[2]
+        if not Path("/proc", process).exists():
+            path.unlink(missing_ok=True)
 
 
 def _data_path(path: Path) -> Path:

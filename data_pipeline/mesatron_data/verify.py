@@ -13,8 +13,9 @@ from mesatron_data.errors import DataError
 from mesatron_data.files import sha256, write_atomically
 from mesatron_data.manifest import Manifest, load_manifest, read_file
 from mesatron_data.mds import decode_shard, shard_files
+from mesatron_data.pack import padding
 from mesatron_data.records import SPLITS
-from mesatron_data.tokenizer import MODEL_FILE
+from mesatron_data.store import is_remote, normal, read_bytes
 
 VERIFIED_FILE = "verified.json"
 
@@ -32,21 +33,21 @@ class Report:
 
 
 def verify(folder: str | Path, contents: bool = True) -> Report:
-    """Check that a local prepared folder is whole: fingerprint, tokenizer, and each shard's size and SHA-1.
+    """Check that a prepared folder (local path or URL) is whole: fingerprint, tokenizer, each shard's size and SHA-1.
 
     With `contents`, shards are also unpacked: the SHA-1 of the unpacked bytes, sample counts, token ids and document
     starts are checked. Unpacked copies that training left beside the shards are checked as well. Raises DataError
     naming the first fault.
     """
-    folder = Path(folder)
-    manifest = load_manifest(str(folder))
+    folder = normal(folder)
+    manifest = load_manifest(folder)
     indexes = {split: {"shards": shard_files(folder, split)} for split in SPLITS}
     if manifest.content_fingerprint(indexes) != manifest.fingerprint:
         raise DataError(f"The shards listed in {folder} are not those of its manifest: prepare again with --overwrite.")
-    if sha256(read_file(str(folder), MODEL_FILE)) != manifest.tokenizer_sha256:
+    if sha256(read_file(folder, manifest.tokenizer_file)) != manifest.tokenizer_sha256:
         raise DataError(
-            f"{folder / MODEL_FILE} is not the tokenizer the data were made with: restore it or prepare again "
-            "with --overwrite."
+            f"{folder}/{manifest.tokenizer_file} is not the tokenizer the data were made with: restore it or prepare "
+            "again with --overwrite."
         )
     shards = samples = size = 0
     for split, index in indexes.items():
@@ -57,11 +58,12 @@ def verify(folder: str | Path, contents: bool = True) -> Report:
                 f"{manifest.splits[split].samples}: prepare again with --overwrite."
             )
         for shard in index["shards"]:
-            packed = _read(folder / split, shard["zip_data"])
-            if (folder / split / shard["raw_data"]["basename"]).exists():
-                _read(folder / split, shard["raw_data"])
+            here = f"{folder}/{split}"
+            packed = _read(here, shard["zip_data"])
+            if not is_remote(here) and Path(here, shard["raw_data"]["basename"]).exists():
+                _read(here, shard["raw_data"])
             if contents:
-                _check_contents(folder / split, shard, packed, manifest)
+                _check_contents(here, shard, packed, manifest)
             shards += 1
             samples += shard["samples"]
             size += len(packed)
@@ -72,9 +74,11 @@ def verify_once(folder: str | Path) -> None:
     """`verify` the bytes of a local prepared folder unless they were verified before and no file has changed since.
 
     What was verified is noted in verified.json, by name, size and time of each file; a folder that cannot be written
-    to is verified every time.
+    to is verified every time. A remote folder is left to the readers, which check each shard as they fetch it.
     """
-    folder = Path(folder)
+    if is_remote(normal(folder)):
+        return
+    folder = Path(normal(folder))
     note = folder / VERIFIED_FILE
     found = _file_facts(folder)
     try:
@@ -96,38 +100,38 @@ def _file_facts(folder: Path) -> dict[str, list[int]]:
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in facts.items()}
 
 
-def _read(folder: Path, expected: dict[str, Any]) -> bytes:
+def _read(folder: str, expected: dict[str, Any]) -> bytes:
     """Read a file and compare its size and SHA-1 with those expected."""
-    path = folder / expected["basename"]
+    place = f"{folder}/{expected['basename']}"
     try:
-        data = path.read_bytes()
+        data = read_bytes(place)
     except OSError as error:
         raise DataError(
-            f"Shard {path} cannot be read ({error.strerror}): restore it or prepare again with --overwrite."
+            f"Shard {place} cannot be read ({error.strerror or error}): restore it or prepare again with --overwrite."
         ) from error
-    _check_bytes(path, data, expected)
+    _check_bytes(place, data, expected)
     return data
 
 
-def _check_bytes(path: Path, data: bytes, expected: dict[str, Any]) -> None:
+def _check_bytes(place: str, data: bytes, expected: dict[str, Any]) -> None:
     if len(data) != expected["bytes"]:
         raise DataError(
-            f"Shard {path} has {len(data)} bytes, expected {expected['bytes']}: restore it or prepare again with "
+            f"Shard {place} has {len(data)} bytes, expected {expected['bytes']}: restore it or prepare again with "
             "--overwrite."
         )
     found = hashlib.sha1(data).hexdigest()
     if found != expected["hashes"]["sha1"]:
         raise DataError(
-            f"Shard {path} is damaged (SHA-1 {found}, expected {expected['hashes']['sha1']}): restore it or "
+            f"Shard {place} is damaged (SHA-1 {found}, expected {expected['hashes']['sha1']}): restore it or "
             "prepare again with --overwrite."
         )
 
 
-def _check_contents(folder: Path, shard: dict[str, Any], packed: bytes, manifest: Manifest) -> None:
+def _check_contents(folder: str, shard: dict[str, Any], packed: bytes, manifest: Manifest) -> None:
     raw = zstandard.ZstdDecompressor().decompress(packed, shard["raw_data"]["bytes"])
-    _check_bytes(folder / shard["raw_data"]["basename"], raw, shard["raw_data"])
+    _check_bytes(f"{folder}/{shard['raw_data']['basename']}", raw, shard["raw_data"])
     for number, sample in enumerate(decode_shard(shard, raw)):
-        where = f"sample {number} of shard {folder / shard['zip_data']['basename']}"
+        where = f"sample {number} of shard {folder}/{shard['zip_data']['basename']}"
         if len(sample.tokens) != manifest.context_length + 1:
             raise DataError(
                 f"{where} has {len(sample.tokens)} tokens, expected {manifest.context_length + 1}: prepare "
@@ -138,8 +142,9 @@ def _check_contents(folder: Path, shard: dict[str, Any], packed: bytes, manifest
                 f"{where} has token {int(sample.tokens.max())}, but the vocabulary ends at "
                 f"{manifest.vocabulary_size - 1}: prepare again with --overwrite."
             )
-        begins = sample.document_starts[sample.tokens[sample.document_starts] == manifest.bos_id]
-        if len(begins) != int((sample.tokens == manifest.bos_id).sum()) or int(sample.sources.max()) >= len(
+        unused = padding(sample, manifest.bos_id) if manifest.packing == "best_fit" else 0
+        starts = int((sample.tokens[sample.document_starts] == manifest.bos_id).sum()) + max(unused - 1, 0)
+        if starts != int((sample.tokens == manifest.bos_id).sum()) or int(sample.sources.max()) >= len(
             manifest.sources
         ):
             raise DataError(

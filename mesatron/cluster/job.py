@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ FINAL_CODES = {0, 2, 3, 4, 5, 6, 7, 75, 78}
 """Exit codes of a training that another start would not change, or that has been replaced by another."""
 FAILURES_OF_A_NODE = 2
 """A node that failed so often in a run is not used for it again."""
-TIDY_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,7 @@ def settle(config: Config) -> int:
     code = history.end_code(note.attempt)
     if code is None or code == LOST_PEER:
         code = LastWords.read(Path(note.words)).cause(LOST_PEER) or KILLED
-    for node in _blame(history, note):
-        tidy = [sys.executable, "-m", "mesatron", "launch", "tidy", str(config.data.folder.absolute())]
-        scheduler.run_on(node, tidy, TIDY_SECONDS)
+    _blame(history, note)
     if code in FINAL_CODES:
         return code
     why = {FOR_CLUSTER: "stopped on the cluster's request", UnfitError.exit_code: "a node is unfit"}.get(
@@ -153,23 +149,17 @@ def _meeting_address(nodes: Sequence[str]) -> str:
     return address
 
 
-def _blame(history: History, note: Job) -> list[str]:
-    """Log which nodes failed in a start of a job, from the words its processes left, and forget those.
-
-    Returns the nodes on which processes were killed.
-    """
+def _blame(history: History, note: Job) -> None:
+    """Log which nodes failed in a start of a job, from the words its processes left, and forget those."""
     folder = Path(note.words)
-    silent: list[str] = []
     if not folder.exists():
-        return silent
+        return
     found = folder / UNFIT_FILE
     if found.exists():
         for node, reason in json.loads(found.read_text()).items():
             # What preflight finds needs no second time.
             history.decide(f"node {node} is unfit: {reason}", failed_node=node, failures=FAILURES_OF_A_NODE)
     else:
-        silent = LastWords.read(folder).silent(note.nodes, note.processes)
-        for node in silent:
+        for node in LastWords.read(folder).silent(note.nodes, note.processes):
             history.decide(f"node {node} failed: a process there ended without a word", failed_node=node, failures=1)
     forget(folder)
-    return silent

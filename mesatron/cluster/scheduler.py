@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 from mesatron.errors import ConfigError
 
@@ -65,10 +64,3 @@ def requeue(job: str, excluded: Sequence[str]) -> None:
     if excluded:  # Slurm takes this for a pending job only, which it is from now on
         nodes = [*excluded, *([] if already == "(null)" else [already])]
         ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}")
-
-
-def run_on(node: str, command: Sequence[str], seconds: float) -> None:
-    """Run a command on one node of this job; what comes of it does not matter, and a dead node is not waited for."""
-    step = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={node}", *command]
-    with suppress(subprocess.TimeoutExpired):
-        subprocess.run(step, timeout=seconds, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

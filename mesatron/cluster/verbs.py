@@ -126,15 +126,6 @@ def settle(file: ConfigFile, overrides: Overrides = None) -> None:
     sys.exit(job.settle(load_config(file, overrides or [])))
 
 
-@launch_app.command("tidy", hidden=True)
-def tidy(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Prepared shards.")]) -> None:
-    """On a node: remove the shared memory that killed processes have left; the next start there would do it too."""
-    from mesatron_data.segments import remove_stale
-
-    for split in ("train", "validation"):
-        remove_stale(folder / split)
-
-
 def _given(options: dict[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in options.items() if value is not None}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mesatron_data.manifest import Manifest
+from mesatron_data.store import is_remote
 
 from mesatron.config.schema import Config
 from mesatron.errors import ConfigError, DataError
@@ -59,6 +60,17 @@ def _problems(config: Config):
     yield from _parallel_problems(config)
     if data.folder == data.input_folder:
         yield f"data.folder and data.input_folder are both {data.folder}; shards need a folder of their own."
+    if is_remote(data.folder) and data.cache_folder is None:
+        yield f"data.folder {data.folder} is a URL; name a folder on each machine for its shards in data.cache_folder."
+    if is_remote(data.folder) and data.token_folder is None:
+        yield f"data.folder {data.folder} is a URL; name a folder for preparation's work in data.token_folder."
+    if data.max_document_tokens and data.max_document_tokens < data.min_document_tokens:
+        yield (
+            f"data.max_document_tokens ({data.max_document_tokens}) must not be less than data.min_document_tokens "
+            f"({data.min_document_tokens})."
+        )
+    if data.cache_limit_bytes and data.cache_folder is None:
+        yield f"data.cache_limit_bytes is {data.cache_limit_bytes}, but there is no data.cache_folder to hold to it."
 
 
 def _parallel_problems(config: Config):
@@ -143,10 +155,11 @@ def accumulation_steps(config: Config, data_parallel_size: int) -> int:
     return train.global_batch_size // per_pass
 
 
-def check_prepared(config: Config, manifest: Manifest, folder: Path) -> None:
+def check_prepared(config: Config, manifest: Manifest, folder: str) -> None:
     """Compare the config with the prepared shards in `folder`; raises DataError with both numbers."""
     for key, asked, found in (
         ("data.context_length", config.data.context_length, manifest.context_length),
+        ("data.packing", config.data.packing, manifest.packing),
         ("model.vocabulary_size", config.model.vocabulary_size, manifest.vocabulary_size),
     ):
         if asked != found:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -16,6 +16,16 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def _location(value: object) -> str:
+    if not isinstance(value, str | Path) or not str(value):
+        raise PydanticCustomError("path_type", "should be a path")
+    return str(value).removeprefix("file://")
+
+
+Location = Annotated[str, BeforeValidator(_location)]
+"""A folder, or the URL of one."""
 
 
 class Section(BaseModel):
@@ -109,21 +119,23 @@ class ModelConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """The SentencePiece model and how `mesatron tokenizer train` makes it."""
+    """The tokenizer, and how `mesatron tokenizer train` makes one."""
 
     path: Path
-    """Folder with tokenizer.model, or a .model file trained elsewhere."""
+    """Folder or file of a tokenizer: tokenizer.model (SentencePiece), tokenizer.json, or vocab.json and merges.txt
+    (byte-level BPE as GPT-2's)."""
     sample_bytes: PositiveInt = 100_000_000
-    """Text used for training, in bytes of UTF-8; memory grows with it."""
+    """Most text used for training, in bytes of UTF-8; refused where the free memory does not suffice for it."""
 
 
 class DataConfig(Section):
     """Raw text, prepared shards and the order in which they are read."""
 
-    input_folder: Path
-    """Raw records in SlimPajama's form: train/ and validation/ with .jsonl.zst, .jsonl.gz or .jsonl files."""
-    folder: Path
-    """Prepared MDS shards, written by `mesatron data prepare`."""
+    input_folder: Location
+    """Raw records in SlimPajama's form: train/ and validation/ with .jsonl.zst, .jsonl.gz or .jsonl files. A path or a
+    URL such as s3://bucket/text."""
+    folder: Location
+    """Prepared MDS shards, written by `mesatron data prepare`. A path or a URL."""
     context_length: PositiveInt
     """Tokens per sequence."""
     max_skipped_fraction: Fraction = 0.01
@@ -142,6 +154,28 @@ class DataConfig(Section):
     """A batch that takes longer ends the run with an error."""
     reset_state_at_documents: bool = False
     """Start every document with an empty mixer state instead of letting state flow across BOS."""
+    cache_folder: Path | None = None
+    """Where training keeps unpacked shards, one folder for any number of runs; needed where `folder` is a URL, and
+    without it they lie beside the packed ones."""
+    cache_limit_bytes: NonNegativeInt = 0
+    """Bytes that `cache_folder` may take; 0 for no limit. The least recently used shards go."""
+    prefetch_batches: PositiveInt = 2
+    """Batches that each reader thread keeps ready."""
+    token_folder: Path | None = None
+    """Where preparation puts token files and leaves them, so that other lengths, packings and cleaning need no
+    tokenizing; needed where `folder` is a URL. Without it they lie beside `folder` until the shards are there."""
+    weights: dict[str, NonNegativeFloat] | None = None
+    """Share of each source in training, in any unit; sources left out are not read. Without it, as much as there is.
+    Documents are then packed by source, so set it before preparing; other values later need no preparing."""
+    packing: Literal["concatenate", "best_fit"] = "concatenate"
+    """Documents one after another, cut where a sequence is full (the paper's way), or whole where they fit, with the
+    rest of a sequence empty."""
+    min_document_tokens: NonNegativeInt = 0
+    """Preparation leaves out shorter documents; BOS counts."""
+    max_document_tokens: NonNegativeInt = 0
+    """Preparation leaves out longer documents; 0 for no bound."""
+    remove_duplicates: bool = False
+    """Preparation leaves out documents whose text has come before, in any file; they are counted either way."""
 
 
 class TrainConfig(Section):

@@ -30,7 +30,7 @@ class TrainedModel:
     checkpoint: CheckpointReader
     device: torch.device
 
-    def check_tokenizer(self, sha256: str, folder: Path) -> None:
+    def check_tokenizer(self, sha256: str, folder: str) -> None:
         """Raise DataError when `sha256`, the tokenizer of `folder`, is not the one the model was trained with."""
         if sha256 != self.checkpoint.state["tokenizer_sha256"]:
             raise DataError(
@@ -62,14 +62,14 @@ def load_model(path: Path, mesa: dict[str, Any] | None = None) -> TrainedModel:
     return TrainedModel(model.to(device, dtype).eval(), config, reader, device)
 
 
-def evaluate_perplexity(trained: TrainedModel, data_folder: Path | None = None) -> Perplexity:
+def evaluate_perplexity(trained: TrainedModel, data_folder: str | None = None) -> Perplexity:
     """Perplexity on the whole validation split of the run's own data, or of `data_folder`.
 
     Raises DataError when the shards do not fit the model.
     """
     config = trained.config
     folder = data_folder or config.data.folder
-    manifest = load_manifest(str(folder))
+    manifest = load_manifest(folder)
     check_prepared(config, manifest, folder)
     trained.check_tokenizer(manifest.tokenizer_sha256, folder)
 
@@ -78,8 +78,9 @@ def evaluate_perplexity(trained: TrainedModel, data_folder: Path | None = None) 
         chunk_tokens = config.train.loss_chunk_tokens
         return trained.model(tokens.to(trained.device), targets.to(trained.device), documents, chunk_tokens)
 
-    validation = ValidationSet(str(folder), config.evaluate.micro_batch_size)
-    try:
-        return measure(losses, iter(validation), manifest, Layout(World(0, 1, trained.device)))
-    finally:
-        validation.close()
+    data = config.data
+    validation = ValidationSet(
+        folder, config.evaluate.micro_batch_size, cache_folder=data.cache_folder,
+        cache_limit_bytes=data.cache_limit_bytes,
+    )  # fmt: skip
+    return measure(losses, iter(validation), manifest, Layout(World(0, 1, trained.device)))

@@ -151,6 +151,8 @@ class PipelineEngine(ZeroEngine):
         """As in ZeroEngine; forward, backward and step are one schedule."""
         self._set_lr(lr)
         self.loss_sum = torch.zeros((), device=self.device)
+        self.source_losses.zero_()
+        self.sources = iter([batch.sources for batch in micro_batches])
         # DeepSpeed divides by the number of micro-batches, and averages over copies.
         self.loss_factor = len(micro_batches) * self.layout.copies.size / global_targets
         with timer.phase("pipeline"), self._timing_blocks(timer):
@@ -200,4 +202,5 @@ class PipelineEngine(ZeroEngine):
             return losses.sum()
         loss = losses.sum()
         self.loss_sum += loss.detach()
+        self._count_sources(losses, next(self.sources))
         return loss * self.loss_factor

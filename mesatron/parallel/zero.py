@@ -58,6 +58,8 @@ class ZeroEngine:
         self.stage = config.parallel.zero_stage
         self.alive: Callable[[], None] = lambda: None
         """Called for every tensor that is restored."""
+        self.source_losses = torch.zeros(1, device=self.device)
+        """Sums of this process's losses in the last update, by source; as long as there are sources."""
         self.seams = SharedSeams(config, layout)
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         model, unit = self._build()
@@ -126,15 +128,24 @@ class ZeroEngine:
         Returns the sum of this process's losses. A non-finite gradient in any process leaves everything as it was.
         """
         loss_sum = torch.zeros((), device=self.device)
+        self.source_losses.zero_()
         for number, micro_batch in enumerate(micro_batches, start=1):
             with timer.phase("forward"):
-                loss = self.losses(micro_batch.tokens, micro_batch.targets, micro_batch.cu_seqlens).sum()
+                losses = self.losses(micro_batch.tokens, micro_batch.targets, micro_batch.cu_seqlens)
+                loss = losses.sum()
             with timer.phase("backward"):
                 self.backward(loss, global_targets, last=number == len(micro_batches))
             loss_sum += loss.detach()
+            self._count_sources(losses, micro_batch.sources)
         self._set_lr(lr)
         with timer.phase("step"):
             return loss_sum, self._step()
+
+    def _count_sources(self, losses: Tensor, sources: Tensor) -> None:
+        """Add a micro-batch's losses, [B, T] like the source numbers of its targets, to `source_losses`."""
+        sources = sources.to(self.device)
+        for number in range(len(self.source_losses)):
+            self.source_losses[number] += (losses.detach() * (sources == number)).sum()
 
     def backward(self, loss_sum: Tensor, global_targets: float, last: bool) -> None:
         """Add the gradients of this process's `loss_sum` / `global_targets`; `last` ends the accumulation.

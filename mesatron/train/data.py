@@ -13,10 +13,11 @@ from mesatron.errors import DataError
 def open_data(config: Config) -> Manifest:
     """The manifest of `data.folder`, after its shards were verified and compared with the config.
 
-    Raises DataError, naming both sides, when vocabulary, packed length or tokenizer differ or a shard is damaged.
+    Shards of an object store are verified as they are fetched. Raises DataError, naming both sides, when vocabulary,
+    packed length or tokenizer differ or a shard is damaged.
     """
     folder = config.data.folder
-    manifest = load_manifest(str(folder))
+    manifest = load_manifest(folder)
     check_prepared(config, manifest, folder)
     if config.tokenizer.path.exists() and Tokenizer.load(config.tokenizer.path).sha256 != manifest.tokenizer_sha256:
         raise DataError(

@@ -139,6 +139,7 @@ class Trainer:
         self.watchdog.begin("building the model", START_SECONDS)
         self.engine = build_engine(self.config, self.layout, self.accumulation_steps)
         self.engine.alive = self.watchdog.tick
+        self.engine.source_losses = torch.zeros(len(self.manifest.sources), device=self.world.device)
         StartState(None, self.engine, self.config).initialize()
         self._rehearse()
         self._train_from_start(last_step)
@@ -157,7 +158,6 @@ class Trainer:
             origin.restore(self.world)
             self._restore_counts(origin.state)
             self._open_data(origin.state)
-            stack.callback(self.validation.close)
             stack.callback(self.stream.close)
             if self.world.is_first:
                 monitor = Monitor(self.config.run_folder, self.start.step, self.run.fence)
@@ -257,6 +257,7 @@ class Trainer:
             own_seconds[self.world.rank] = phases["data"] + phases["forward"]
             global_loss_sum, *seconds = self.layout.sum(self.own_loss_sum, from_all=own_seconds)
             observed = self._observe()
+            observed[0].update(self._by_source(micro_batches))
             if self.world.is_first:
                 lag, slow = self.stragglers.note(seconds)
                 self._log(
@@ -265,6 +266,21 @@ class Trainer:
                 for line in slow:
                     self._say(f"step {self.step}: {line}")
         return True
+
+    def _by_source(self, micro_batches: list[Batch]) -> dict[str, float]:
+        """The step's loss by source, and the share of its tokens that each source has and should have."""
+        sources = self.manifest.sources
+        present = torch.cat([part.sources[part.targets != IGNORED_TARGET] for part in micro_batches]).long()
+        counts = torch.bincount(present, minlength=len(sources))
+        totals = self.layout.sum(*self.engine.source_losses.tolist(), *counts.tolist())
+        losses, tokens = totals[: len(sources)], totals[len(sources) :]
+        scalars: dict[str, float] = {}
+        for name, loss, count in zip(sources, losses, tokens, strict=True):
+            if count:
+                scalars[f"train/loss_by_source/{name}"] = loss / count
+            scalars[f"mixture/achieved/{name}"] = count / sum(tokens)
+            scalars[f"mixture/asked/{name}"] = self.stream.shares.get(name, 0.0)
+        return scalars
 
     def _count_skipped(self, applied: bool, micro_batches: list[Batch], targets: float) -> None:
         if applied:
@@ -376,14 +392,19 @@ class Trainer:
 
     def _open_data(self, state: dict[str, Any]) -> None:
         data, evaluate = self.config.data, self.config.evaluate
+        reading: dict[str, Any] = {
+            "workers": data.workers, "prefetch_batches": data.prefetch_batches,
+            "timeout_seconds": data.timeout_seconds, "cache_folder": data.cache_folder,
+            "cache_limit_bytes": data.cache_limit_bytes,
+        }  # fmt: skip
         self.stream = TrainStream(
-            str(data.folder), self.config.train.global_batch_size, self.layout.data.rank, self.layout.data.size,
+            data.folder, self.config.train.global_batch_size, self.layout.data.rank, self.layout.data.size,
             seed=self.config.train.seed, shuffle=data.shuffle, num_canonical_nodes=data.num_canonical_nodes,
-            shuffle_block_size=data.shuffle_block_size, workers=data.workers, timeout_seconds=data.timeout_seconds,
+            shuffle_block_size=data.shuffle_block_size, weights=data.weights, **reading,
         )  # fmt: skip
         self.validation = ValidationSet(
-            str(data.folder), evaluate.micro_batch_size, self.layout.data.rank, self.layout.data.size,
-            max_samples=evaluate.max_sequences or None, workers=data.workers, timeout_seconds=data.timeout_seconds,
+            data.folder, evaluate.micro_batch_size, self.layout.data.rank, self.layout.data.size,
+            max_samples=evaluate.max_sequences or None, **reading,
         )  # fmt: skip
         if "data" in state:
             self.stream.load_state_dict(state["data"])
@@ -458,6 +479,7 @@ class Trainer:
         if self.config.train.spike_sigma:
             scalars["train/rewinds"] = float(len(self.start.skipped.rewinds))
         scalars |= {f"time/{phase}_seconds": total / steps for phase, total in phases.items()}
+        scalars |= {f"storage/{name}": value for name, value in self.stream.figures().items()}
         self.monitor.scalars(self.step, scalars | observed)
         for tag, values in distributions.items():
             self.monitor.histogram(self.step, tag, values)

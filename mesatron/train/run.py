@@ -26,6 +26,8 @@ from mesatron.train.stop import StopFlag
 # Keys that may change between attempts: what a run computes does not depend on them, beyond rounding.
 FREE_KEYS = (
     "name", "runs_folder", "data.input_folder", "data.folder", "data.workers", "data.timeout_seconds",
+    "data.cache_folder", "data.cache_limit_bytes", "data.prefetch_batches", "data.token_folder",
+    "data.min_document_tokens", "data.max_document_tokens", "data.remove_duplicates",
     "train.micro_batch_size", "train.activation_checkpointing", "train.loss_chunk_tokens", "train.max_skipped_steps",
     "train.watchdog_seconds", "train.dump_nonfinite", "train.spike_sigma", "train.spike_steps", "train.max_rewinds",
     "tokenizer.", "parallel.", "checkpoint.", "monitor.", "evaluate.", "launch.", "model.implementation",
@@ -37,7 +39,7 @@ FREE_KEYS = (
 # Keys that decide which sequences a step reads; a position in the data means nothing once they change.
 FIXED_KEYS = (
     "data.context_length", "data.shuffle", "data.num_canonical_nodes", "data.shuffle_block_size", "train.seed",
-    "train.global_batch_size",
+    "train.global_batch_size", "data.packing", "data.weights",
 )  # fmt: skip
 
 
@@ -217,7 +219,7 @@ class Run:
         changes = changed_keys(load_config(checkpoint / "config.yaml"), self.config)
         described = {key: f"{key}: {old} -> {new}" for key, (old, new) in changes.items()}
         serious = {key: text for key, text in described.items() if not key.startswith(FREE_KEYS)}
-        fixed = [text for key, text in serious.items() if key in FIXED_KEYS]
+        fixed = [text for key, text in serious.items() if key.startswith(FIXED_KEYS)]
         if fixed:
             raise ConfigError(
                 f"{self.folder} reads its data in an order that these settings would change ({'; '.join(fixed)}); set "

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import zstandard
 from mesatron_data.shards import prepare
-from mesatron_data.tokenizer import MODEL_FILE, train_tokenizer
+from mesatron_data.tokenizer import MODEL_FILE
+from mesatron_data.tokenizer_training import train_tokenizer
 
 SOURCES = ("RedPajamaBook", "RedPajamaArXiv", "RedPajamaGithub")
 CONTEXT_LENGTH = 16

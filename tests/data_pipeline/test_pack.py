@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from mesatron_data.pack import Sample, cut, sample_count
+from mesatron_data.pack import Documents, Sample, cut, sample_count
 
 BOS = 1
 
@@ -11,7 +11,7 @@ def pack(documents: list[list[int]], length: int) -> tuple[list[Sample], int]:
     stream = np.array([token for ids in documents for token in [BOS, *ids]], np.uint16)
     begins = np.flatnonzero(stream == BOS)
     _, tail = sample_count(len(stream), length)
-    return list(cut(stream, begins, np.arange(len(documents), dtype=np.uint16), length)), tail
+    return list(cut(Documents(stream, begins, np.arange(len(documents), dtype=np.uint16)), length)), tail
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 16, 100])
@@ -55,5 +55,5 @@ def test_any_run_of_samples_can_be_cut_by_itself() -> None:
     for first, end in [(0, 1), (3, 9), (20, len(whole))]:
         low = int(np.searchsorted(begins, first * 7, side="right")) - 1
         sources = np.arange(low, len(documents), dtype=np.uint16)
-        part = list(cut(stream[first * 7 : end * 7 + 1], begins[low:] - first * 7, sources, 7))
+        part = list(cut(Documents(stream[first * 7 : end * 7 + 1], begins[low:] - first * 7, sources), 7))
         assert [str(vars(sample)) for sample in part] == [str(vars(sample)) for sample in whole[first:end]]

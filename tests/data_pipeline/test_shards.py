@@ -21,7 +21,8 @@ from mesatron_data.files import writing
 from mesatron_data.manifest import load_manifest
 from mesatron_data.mds import read_samples
 from mesatron_data.shards import Progress, prepare, tokenize_share
-from mesatron_data.tokenizer import Tokenizer, train_tokenizer
+from mesatron_data.tokenizer import Tokenizer
+from mesatron_data.tokenizer_training import train_tokenizer
 
 CONTEXT_LENGTH = 16
 SHARD_BYTES = 3000

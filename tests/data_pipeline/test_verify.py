@@ -1,14 +1,18 @@
-"""`verify` against each kind of damage, one at a time; `inspect` against what was prepared."""
+"""`verify` against each kind of damage, one at a time; `inspect` and its page against what was prepared."""
 
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from mesatron_data.errors import DataError
 from mesatron_data.inspect import inspect
 from mesatron_data.manifest import load_manifest
+from mesatron_data.mds import read_samples
+from mesatron_data.page import page
 from mesatron_data.verify import VERIFIED_FILE, verify, verify_once
 
 
@@ -113,3 +117,53 @@ def test_inspection(prepared: Path, texts: dict[str, list[str]]) -> None:
     begun = manifest.splits["train"].documents
     targets = manifest.splits["train"].samples * manifest.context_length
     assert inspection.ignored_targets == pytest.approx((begun - 1) / targets, abs=2 / targets)
+    assert sum(inspection.token_counts) == targets
+    assert len(inspection.token_counts) == manifest.vocabulary_size - inspection.unused_tokens
+    assert sum(inspection.pieces.values()) == manifest.splits["train"].samples
+    pieces = [len(sample.document_starts) for sample in read_samples(prepared, "train")]
+    assert inspection.pieces == {number: pieces.count(number) for number in sorted(set(pieces))}
+
+
+class Outline(HTMLParser):
+    """Text, widths of bars and the balance of tags of a page."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.text, self.bars, self.open = "", [], []
+        self.feed(content)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag == "rect":
+            self.bars.append(float(dict(attributes)["width"] or 0))
+        assert not {"src", "href"} & {name for name, _ in attributes}
+        if tag not in ("meta", "rect", "polyline"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("rect", "polyline"):
+            assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_stands_by_itself_and_shows_what_was_found(prepared: Path) -> None:
+    found = inspect(prepared, samples=3)
+    outline = Outline(page(str(prepared), found))
+    assert outline.open == []
+    for sample in found.samples:
+        for piece in sample:
+            assert f"{piece.source}, {'document begins' if piece.begins else 'continued'}" in outline.text
+            assert piece.text in outline.text
+    assert found.manifest.fingerprint[:12] in outline.text
+    counts = list(found.manifest.splits["train"].document_lengths.values())
+    sources = len(found.manifest.splits["train"].sources)
+    drawn = outline.bars[sources : sources + len(counts)]
+    assert drawn == pytest.approx([400 * count / max(counts) for count in counts], abs=0.1)
+    odd = found.samples[0][0].__class__(found.manifest.sources[0], True, "<script>alert(1)</script>\0\r&amp;")
+    outline = Outline(page("<b>", replace(found, samples=[[odd]])))
+    assert "<script>alert(1)</script>\u2400\u240d&amp;" in outline.text

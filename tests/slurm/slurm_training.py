@@ -39,12 +39,11 @@ class Training:
     def __init__(self, cluster: Cluster, config: Path, temporary: Path) -> None:
         self.cluster, self.config, self.temporary = cluster, config, temporary
         loaded = load_config(config)
-        self.folder, self.steps, self.data = loaded.run_folder, loaded.train.steps, loaded.data.folder
+        self.folder, self.steps = loaded.run_folder, loaded.train.steps
         self.output = config.parent / "job.out"
         self.job = ""
         self.damaged = False
         """Whether a checkpoint was damaged on purpose, which is to be found set aside, or removed since."""
-        self.cut_off: set[str] = set()
         """Nodes that lost touch with Slurm, which kills what lives on there when they are back."""
 
     def submit(self, *options: str, overrides: tuple[str, ...] = (), variables: dict[str, str] | None = None) -> str:
@@ -153,9 +152,6 @@ class Training:
         """No process on any host, shared memory, temporary file or note of the job's start."""
         self.check_no_process()
         for host in self.cluster.nodes:
-            if host in self.cut_off:  # what the next start there does first
-                tidy = [sys.executable, "-m", "mesatron", "launch", "tidy", str(self.data)]
-                self.cluster.on(host, *tidy, env=environment(self.temporary))
             assert self.cluster.on(host, "ls", "/dev/shm").stdout == "", host
         # torch keeps one compiler cache for each user there.
         assert [path.name for path in self.temporary.iterdir() if not path.name.startswith("torchinductor_")] == []

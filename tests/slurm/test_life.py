@@ -130,7 +130,6 @@ def test_an_unplugged_node(training: Make, untouched: Training, node: str) -> No
     run = training()
     run.submit()
     run.wait_for_step(7)
-    run.cut_off.add(node)
     run.cluster.unplug(node)
     try:
         run.wait_for_step(12, start=2)
@@ -146,7 +145,6 @@ def test_a_killed_slurmd(training: Make, untouched: Training) -> None:
     run = training()
     run.submit()
     run.wait_for_step(7)
-    run.cut_off.add("n2")
     run.cluster.kill_slurmd("n2")
     run.cluster.wait_for(lambda: run.starts() == 2 or run.step() == run.steps, 90, "the job to go on")
     run.cluster.start_slurmd("n2")

@@ -56,7 +56,6 @@ def test_losses_by_source_are_plain_means(trained: TrainedModel, measured: Perpl
                 if target != IGNORED_TARGET:
                     source = sources[int(batch.sources[row, position])]
                     by_source.setdefault(source, []).append(-log_probabilities[row, position, target].item())
-    validation.close()
     assert measured.tokens_by_source == {source: len(losses) for source, losses in by_source.items()}
     for source, losses in by_source.items():
         assert measured.loss_by_source[source] == pytest.approx(math.fsum(losses) / len(losses), rel=1e-6)
@@ -72,7 +71,6 @@ def test_training_logged_the_same(trained: TrainedModel, trained_run: Path) -> N
     folder = trained.config.data.folder
     validation = ValidationSet(str(folder), 16, max_samples=16)
     batch = next(iter(validation))
-    validation.close()
     with torch.no_grad():
         losses = trained.model(batch.tokens, batch.targets)
     assert last["validation/loss"] == pytest.approx((losses.sum() / (batch.targets != IGNORED_TARGET).sum()).item())

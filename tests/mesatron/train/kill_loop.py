@@ -168,9 +168,9 @@ def _tensor_checksums(manifest: Path) -> dict[str, str]:
 
 
 def _figures(run: Path) -> list[dict[str, float]]:
-    """All lines of metrics.jsonl without what the clock and the memory say."""
+    """All lines of metrics.jsonl without what the clock, the memory and the storage say."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    measured = ("time", "train/tokens_per_second", "memory/")
+    measured = ("time", "train/tokens_per_second", "memory/", "storage/")
     return [{tag: value for tag, value in line.items() if not tag.startswith(measured)} for line in lines]
 
 
@@ -185,7 +185,7 @@ def _event_points(run: Path) -> Counter[tuple[str, int]]:
 
 def _segments_of(config: Path) -> list[Path]:
     """Shared memory of the config's data folder."""
-    folder = str(load_config(config).data.folder.absolute()).encode()
+    folder = str(Path(load_config(config).data.folder).absolute()).encode()
     return [path for path in Path("/dev/shm").glob("*_locals") if folder in path.read_bytes()]
 
 

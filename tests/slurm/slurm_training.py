@@ -44,7 +44,6 @@ class Training:
         self.job = ""
         self.damaged = False
         """Whether a checkpoint was damaged on purpose, which is to be found set aside, or removed since."""
-        """Nodes that lost touch with Slurm, which kills what lives on there when they are back."""
 
     def submit(self, *options: str, overrides: tuple[str, ...] = (), variables: dict[str, str] | None = None) -> str:
         command = ["--nodes=2", f"--output={self.output}", *options, str(SCRIPT), str(self.config), *overrides]

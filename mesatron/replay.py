@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -49,9 +50,10 @@ def replay(path: Path) -> tuple[dict[str, Any], list[Reading]]:
         raise DataError(f"{path} is no file of a non-finite step ({error}); look in nonfinite/ of a run.") from None
     readings: list[Reading] = [_read(name, tensor) for name, tensor in tensors.items()]
     model = Backbone(config.model.model_copy(update={"layers": 1})).to(device)
-    block = f"{about['layer']}."
-    loaded = {name.replace(block, "blocks.0."): x for name, x in tensors.items() if name.startswith(PARAMETER)}
-    model.load_state_dict({name.removeprefix(PARAMETER): x for name, x in loaded.items()}, strict=False)
+    for name, x in tensors.items():
+        if name.startswith(PARAMETER):
+            own_name = re.sub(r"^blocks\.\d+", "blocks.0", name.removeprefix(PARAMETER))
+            model.get_parameter(own_name).data.copy_(x)
     bf16 = config.train.precision == "bf16"
     if bf16 and config.parallel.zero_stage:
         model.bfloat16()

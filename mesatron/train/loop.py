@@ -115,12 +115,12 @@ class Trainer:
         self, config: Config, world: World, run: Run, watchdog: Watchdog, start: ResumePoint, checkpoint: Path | None,
         environment: dict[str, Any], allow_changes: bool,
     ) -> None:  # fmt: skip
+        watchdog.begin("checking data and kernels", START_SECONDS)
         self.texts = {"config.yaml": dump_config(config), "environment.json": json.dumps(environment, indent=1) + "\n"}
         self.kernels = world.from_first(lambda: choose_kernels(config, world.device))
         self.config = with_kernels(config, self.kernels.implementation)
         self.world, self.run, self.watchdog, self.start = world, run, watchdog, start
         self.checkpoint, self.allow_changes = checkpoint, allow_changes
-        watchdog.begin("checking data and kernels", START_SECONDS)
         data_size = world.from_first(lambda: data_parallel_size(config, world.size))
         self.accumulation_steps = world.from_first(lambda: accumulation_steps(config, data_size))
         self.layout = lay_out(config, world)

@@ -193,7 +193,7 @@ class Run:
         """Log how the attempt ended and let go of the folder."""
         if self.attempt is not None:
             self.attempt.end(reason, exit_code, self.ledger.read() if self._was_ready else {})
-            if exit_code in (StoppedEarly.exit_code, PreemptedError.exit_code):
+            if exit_code in (0, StoppedEarly.exit_code, PreemptedError.exit_code):
                 self.stop.honoured()
             self.attempt = None
         if self._lock is not None:

@@ -89,7 +89,7 @@ class StopFlag:
         return ending(f"Stopped on {whose} ({reason}) {state}; {again} from there.")
 
     def honoured(self) -> None:
-        """The run has ended as the request asked, which is therefore removed."""
+        """The run has ended as the request asked, or with its last step: the request is removed."""
         if self._request is not None:
             self._request_path.unlink(missing_ok=True)
 

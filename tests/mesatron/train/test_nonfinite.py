@@ -12,6 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+
+from mesatron.config import dump_config, load_config
+from mesatron.replay import replay
 
 SABOTAGE = Path(__file__).with_name("sabotage.py")
 WIDTHS = {"model.width": 24, "model.heads": 4, "model.head_dim": 6, "model.mlp_ratio": 1.5}
@@ -53,6 +58,30 @@ def test_a_weight_that_overflows(
         shown = {line.split("  ")[0]: int(line[: line.rindex("  ")].split()[-1]) for line in lines}
         assert shown["input"] == shown["mixer gives"] == shown["mlp_norm gives"] == 0
         assert shown["mlp gives"] > 0
+
+
+@pytest.mark.parametrize("layer", ["embedding", "output"])
+def test_the_layers_at_the_ends(layer: str, tmp_path: Path, odd_config: Callable, short_data: Path) -> None:
+    """One row of the embedding is infinite, at either end; only what reads that row is not finite."""
+    config = load_config(odd_config(tmp_path, short_data))
+    weight = torch.ones(config.model.vocabulary_size, config.model.width)
+    weight[5] = float("inf")
+    tensors = {"parameter/embedding.weight": weight, "input": torch.tensor([[5, 7]])}
+    if layer == "output":
+        tensors |= {"parameter/norm.weight": torch.ones(config.model.width), "targets": torch.tensor([[5, 7]])}
+        tensors["input"] = torch.ones(1, 2, config.model.width)
+    about = {"layer": layer, "direction": "forward"}
+    path = tmp_path / "layer.safetensors"
+    save_file(tensors, path, {"config": dump_config(config), "about": json.dumps(about)})
+    known, readings = replay(path)
+    assert known == about
+    found = {reading.name: reading.not_finite for reading in readings}
+    if layer == "embedding":
+        assert found["embedding gives"] == config.model.width
+    else:
+        assert found["norm gives"] == 0
+        assert found["gradient of input"] > 0
+    assert found["parameter/embedding.weight"] == config.model.width
 
 
 @pytest.mark.parametrize(("processes", "parallel"), [(2, {"zero_stage": 2}), (3, {"zero_stage": 3})])

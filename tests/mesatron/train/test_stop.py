@@ -100,12 +100,12 @@ def test_an_attempt_that_has_lost_the_folder_writes_nothing_more(
         _, errors = stale.communicate("go on\n", timeout=120)
     assert stale.returncode == 78
     assert errors.splitlines() == [
-        f"mesatron: Attempt 2 on {run.attempts()[2]['host']} has taken over {run.path}, so attempt 1 ends without "
+        f"mesatron: Attempt 2 on {run.attempts()[3]['host']} has taken over {run.path}, so attempt 1 ends without "
         "writing anything more."
     ]
     assert files_of(run) == before
     *earlier, decision = run.attempts()
-    assert [record["event"] for record in earlier] == ["start", "end", "start", "end"]
+    assert [record["event"] for record in earlier] == ["start", "ready", "end"] * 2
     assert (decision["event"], decision["attempt"], decision["step"]) == ("decision", 1, 4)
     assert decision["what"] in errors
     run.assert_equals(run_of(whole), 9)

@@ -70,7 +70,8 @@ def test_long_phases_are_no_hanging(tmp_path: Path, odd_config: Callable, short_
     """The limit is 2 s; the rehearsal takes at least 3, a validation 2.4 and a save 3."""
     config = odd_config(
         tmp_path, short_data,
-        **{"train.watchdog_seconds": 2, "train.steps": 1, "train.warmup_steps": 0, "evaluate.micro_batch_size": 2},
+        **{"train.watchdog_seconds": 2, "train.steps": 1, "train.warmup_steps": 0, "evaluate.micro_batch_size": 2,
+           "train.micro_batch_size": 8},
     )  # fmt: skip
     outcome = world(1, SABOTAGE, "slow=6", "train", config)
     assert outcome.exit_code == 0, outcome.errors

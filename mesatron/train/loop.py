@@ -42,6 +42,7 @@ from mesatron.train.data import open_data
 from mesatron.train.environment import describe_environment
 from mesatron.train.local import find_local, make_local_saver
 from mesatron.train.run import ResumePoint, Run
+from mesatron.train.saver import Hooks
 from mesatron.train.schedule import learning_rate
 from mesatron.train.snapshot import StartState, generator_states, make_saver
 from mesatron.train.timing import PhaseTimer
@@ -131,7 +132,8 @@ class Trainer:
                 stack.callback(self.monitor.close)
                 self.progress = stack.enter_context(Progress(self.config.train.steps, self.start.step))
                 self._announce()
-            saving = self.config, self.world, self.engine, self.start.attempt, lambda: None, self._say
+            hooks = Hooks(fence=lambda: None, say=self._say, alive=lambda: None)
+            saving = self.config, self.world, self.engine, self.start.attempt, hooks
             self.saver = stack.enter_context(make_saver(*saving))
             if self.config.checkpoint.local_folder:
                 self.local_saver = stack.enter_context(make_local_saver(*saving, self.start.step))
@@ -159,8 +161,10 @@ class Trainer:
         checksum = _checksum(batch.sample_ids) / self.layout.context.size
         targets, checksum, failed = self.layout.sum(own_targets, checksum, float(self.saver.failed))
         if failed:
-            self.saver.finish()
+            self.saver.finish()  # raises why
         self.saver.report()
+        if self.config.checkpoint.local_folder:
+            self.local_saver.report()
         lr = learning_rate(self.config.train, self.step + 1)
         loss_sum, result = self.engine.update(micro_batches, targets, lr, self.timer)
         self.step += 1
@@ -289,7 +293,7 @@ class Trainer:
 
     def _announce(self) -> None:
         """What this attempt does, before the first step."""
-        config, train = self.config, self.config.train
+        config, train, saves = self.config, self.config.train, self.config.checkpoint
         where = f"continues {self.start.checkpoint}" if self.start.checkpoint else "starts from seed " + str(train.seed)
         for line in [
             f"run        {config.run_folder} ({where}; {self.start.attempt})",
@@ -303,7 +307,8 @@ class Trainer:
             f"accumulation x {self.layout.data.size} data-parallel; {config.tokens_per_step:,} tokens per step",
             f"data       {config.data.folder}, {self.stream.steps_per_epoch} steps per epoch, "
             f"{self.stream.dropped_samples} sequences left over",
-            f"steps      {self.step} of {train.steps} done, checkpoint every {config.checkpoint.every_steps}",
+            f"steps      {self.step} of {train.steps} done, checkpoint every {saves.every_steps}"
+            f"{f', on the nodes every {saves.local_every_steps}' if saves.local_folder else ''}",
         ]:
             self.progress.say(line)
 

@@ -193,10 +193,10 @@ class ZeroEngine:
                 for kind in KINDS:
                     yield kind, name, *self._own(parameter, kind, self.layout.copies.size)
 
-    def kept(self) -> Iterator[tuple[str, str, Tensor]]:
+    def kept(self, kinds: tuple[str, ...] = KINDS) -> Iterator[tuple[str, str, Tensor]]:
         """Kind, parameter name and live flat fp32 elements of all that this process keeps, whoever has them too."""
         for name, parameter in self.parameters.items():
-            for kind in KINDS:
+            for kind in kinds:
                 _, own = self._own(parameter, kind)
                 yield kind, name, own
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from mesatron.errors import MesatronError
 from mesatron.files import replace_file
 from mesatron.parallel.distributed import World
 from mesatron.parallel.zero import ZeroEngine
-from mesatron.train.saver import Saver
+from mesatron.train.saver import Hooks, Saver
 from mesatron.train.snapshot import generator_states, stored_as
 
 KEPT = 2
@@ -76,9 +76,8 @@ def find_local(config: Config, world: World) -> tuple[CheckpointInfo | None, lis
 
 
 def make_local_saver(
-    config: Config, world: World, engine: ZeroEngine, attempt: str, fence: Callable[[], None],
-    say: Callable[[str], None], alive: Callable[[], None], start_step: int,
-) -> LocalSaver:  # fmt: skip
+    config: Config, world: World, engine: ZeroEngine, attempt: str, hooks: Hooks, start_step: int
+) -> LocalSaver:
     """What saves this process's part, now that the run goes on from `start_step`; all processes call it together.
 
     Later steps belong to a future that has been given up, and are removed.
@@ -99,7 +98,7 @@ def make_local_saver(
     for fragment in [*kept(), *generator_states(world)]:
         specs[fragment.kind].append(TensorSpec.of(fragment.name, fragment.values))
     settings = config.checkpoint.model_copy(update={"keep_last": KEPT, "keep_every_steps": 0})
-    return LocalSaver(root, settings, World(0, 1, world.device), attempt, specs, kept, fence, say, alive)
+    return LocalSaver(root, settings, World(0, 1, world.device), attempt, specs, kept, hooks)
 
 
 def _root(config: Config, world: World, make: bool) -> Path | None:

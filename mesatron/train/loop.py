@@ -48,6 +48,7 @@ from mesatron.train.environment import describe_environment
 from mesatron.train.local import find_local, make_local_saver
 from mesatron.train.nonfinite import dump_first_bad_layer
 from mesatron.train.run import ResumePoint, Run
+from mesatron.train.saver import Hooks
 from mesatron.train.schedule import learning_rate
 from mesatron.train.snapshot import StartState, generator_states, make_saver
 from mesatron.train.spikes import Rewind, SpikeDetector
@@ -164,9 +165,8 @@ class Trainer:
                 self.monitor = stack.enter_context(monitor)
                 self.progress = stack.enter_context(Progress(self.config.train.steps, self.start.step))
                 self._announce()
-            saving = (
-                self.config, self.world, self.engine, self.start.attempt, self.run.fence, self._say, self.watchdog.tick
-            )  # fmt: skip
+            hooks = Hooks(fence=self.run.fence, say=self._say, alive=self.watchdog.tick)
+            saving = self.config, self.world, self.engine, self.start.attempt, hooks
             self.saver = stack.enter_context(make_saver(*saving))
             if self.config.checkpoint.local_folder:
                 self.local_saver = stack.enter_context(make_local_saver(*saving, self.start.step))
@@ -234,8 +234,10 @@ class Trainer:
             own_targets, own_checksum, self.own_loss_sum, float(self.saver.failed), from_all=self.run.stop.votes()
         )
         if failed:
-            self.saver.finish()
+            self.saver.finish()  # raises why
         self.saver.report()
+        if self.config.checkpoint.local_folder:
+            self.local_saver.report()
         self.ending = agreed(votes)
         if self.step > self.start.step:
             self.loss = loss_sum_before / self.targets
@@ -424,7 +426,7 @@ class Trainer:
 
     def _announce(self) -> None:
         """What this attempt does, before the first step."""
-        config, train = self.config, self.config.train
+        config, train, saves = self.config, self.config.train, self.config.checkpoint
         where = f"continues {self.start.checkpoint}" if self.start.checkpoint else "starts from seed " + str(train.seed)
         for line in [
             f"run        {config.run_folder} ({where}; {self.start.attempt})",
@@ -438,7 +440,8 @@ class Trainer:
             f"accumulation x {self.layout.data.size} data-parallel; {config.tokens_per_step:,} tokens per step",
             f"data       {config.data.folder}, {self.stream.steps_per_epoch} steps per epoch, "
             f"{self.stream.dropped_samples} sequences left over",
-            f"steps      {self.step} of {train.steps} done, checkpoint every {config.checkpoint.every_steps}",
+            f"steps      {self.step} of {train.steps} done, checkpoint every {saves.every_steps}"
+            f"{f', on the nodes every {saves.local_every_steps}' if saves.local_folder else ''}",
         ]:
             self.progress.say(line)
 

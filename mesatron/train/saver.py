@@ -62,22 +62,32 @@ class Snapshot:
     texts: dict[str, str]
 
 
+@dataclass(frozen=True)
+class Hooks:
+    """What a saver calls.
+
+    fence: in the first process, right before a checkpoint gets its name; what it raises ends the save. say: with the
+    first process's words. alive: while training waits for a save that gets on.
+    """
+
+    fence: Callable[[], None]
+    say: Callable[[str], None]
+    alive: Callable[[], None]
+
+
 class Saver:
     """All saves of one attempt, in one of its processes; as a context it ends the save under way when it is left.
 
     root: the run's checkpoint folder. specs: all tensors of a checkpoint, by kind. live: gives the fp32 fragments that
-    this process saves, the same ones at every call. fence: called in the first process right before a checkpoint gets
-    its name; what it raises ends the save. say: takes the first process's words. alive: called while training waits for
-    a save that gets on.
+    this process saves, the same ones at every call.
     """
 
     def __init__(
         self, root: Path, settings: CheckpointConfig, world: World, attempt: str, specs: dict[str, list[TensorSpec]],
-        live: Callable[[], Iterable[Fragment]], fence: Callable[[], None], say: Callable[[str], None],
-        alive: Callable[[], None] = lambda: None,
+        live: Callable[[], Iterable[Fragment]], hooks: Hooks,
     ) -> None:  # fmt: skip
         self.root, self.settings, self.world, self.attempt, self.specs = root, settings, world, attempt, specs
-        self.fence, self._live, self._say, self._alive = fence, live, say, alive
+        self.hooks, self._live = hooks, live
         self._host = HostCopy(live(), world.device)
         self._writing: Writing | None = None
 
@@ -109,7 +119,7 @@ class Saver:
         writing = self._writing
         if writing is not None and writing.path is not None and not writing.reported and self.world.is_first:
             writing.reported = True
-            self._say(
+            self.hooks.say(
                 f"step {writing.step}: saved {writing.path} in {writing.seconds:.1f} s, of which training stood still "
                 f"for {writing.stall_seconds if self.settings.asynchronous else writing.seconds:.2f} s"
             )
@@ -132,12 +142,12 @@ class Saver:
             self._writing.join(0.05)
             if not self.busy or progress != self._writing.progress:
                 progress = self._writing.progress
-                self._alive()
+                self.hooks.alive()
         self.report()
         writing, self._writing = self._writing, None
         if waited and awaited_by is not None and self.world.is_first:
             seconds = time.perf_counter() - begin
-            self._say(f"step {awaited_by}: waited {seconds:.1f} s for the checkpoint of step {writing.step}")
+            self.hooks.say(f"step {awaited_by}: waited {seconds:.1f} s for the checkpoint of step {writing.step}")
         writing.raise_failure()
 
     def __enter__(self) -> Saver:
@@ -217,5 +227,5 @@ class Writing(threading.Thread):
     def _commit(self) -> None:
         saver, settings, snapshot = self._saver, self._saver.settings, self._snapshot
         written, checked = self._agreement.told(WRITTEN), self._agreement.told(CHECKED)
-        self._writer.commit(snapshot.state, snapshot.texts, written, checked, saver.fence)
+        self._writer.commit(snapshot.state, snapshot.texts, written, checked, saver.hooks.fence)
         prune(saver.root, self.step, settings.keep_last, settings.keep_every_steps or None, saver.attempt)

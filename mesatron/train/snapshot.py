@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,13 @@ from mesatron.config import Config
 from mesatron.model.parameter import initial_value
 from mesatron.parallel.distributed import World
 from mesatron.parallel.zero import KINDS, MOMENTS, ZeroEngine
-from mesatron.train.saver import Saver
+from mesatron.train.saver import Hooks, Saver
 
 
-def make_saver(
-    config: Config, world: World, engine: ZeroEngine, attempt: str, fence: Callable[[], None],
-    say: Callable[[str], None], alive: Callable[[], None],
-) -> Saver:  # fmt: skip
+def make_saver(config: Config, world: World, engine: ZeroEngine, attempt: str, hooks: Hooks) -> Saver:
     """What saves the run's checkpoints, see Saver."""
     folder, specs = config.run_folder / "checkpoints", specifications(engine, world)
-    return Saver(folder, config.checkpoint, world, attempt, specs, lambda: fragments(engine), fence, say, alive)
+    return Saver(folder, config.checkpoint, world, attempt, specs, lambda: fragments(engine), hooks)
 
 
 def specifications(engine: ZeroEngine, world: World) -> dict[str, list[TensorSpec]]:
@@ -81,7 +78,9 @@ class StartState:
     def __init__(self, checkpoint: Path | None, engine: ZeroEngine, config: Config, own: bool = False) -> None:
         self._engine, self._config, self._own = engine, config, own
         self._reader = CheckpointReader(checkpoint) if checkpoint else None
-        if self._reader and not own:
+        if self._reader and own:
+            self._reader.check_model({name: (len(values),) for _, name, values in engine.kept(KINDS[:1])})
+        elif self._reader:
             self._reader.check_model({name: tuple(shape) for name, shape in engine.shapes().items()})
 
     @property

@@ -13,7 +13,7 @@ from mesatron.checkpoint.tensors import Fragment, TensorSpec
 from mesatron.checkpoint.writer import CheckpointWriter
 from mesatron.config.schema import CheckpointConfig
 from mesatron.parallel.distributed import World
-from mesatron.train.saver import Saver
+from mesatron.train.saver import Hooks, Saver
 
 # Everything by which this package changes the disk.
 WRITE_POINTS = (
@@ -76,7 +76,8 @@ class Training:
         specs = specs_of(tensors_of(0, 1))
         settings, world = CheckpointConfig(keep_last=keep_last), World(0, 1, torch.device("cpu"))
         self.words: list[str] = []
-        self.saver = Saver(root, settings, world, attempt, specs, self.fragments, lambda: None, self.words.append)
+        hooks = Hooks(lambda: None, self.words.append, lambda: None)
+        self.saver = Saver(root, settings, world, attempt, specs, self.fragments, hooks)
 
     def fragments(self) -> Iterator[Fragment]:
         for name, value in self.live.items():

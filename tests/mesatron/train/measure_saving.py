@@ -22,7 +22,7 @@ from mesatron.config.schema import CheckpointConfig
 from mesatron.parallel import distributed
 from mesatron.parallel.engine import build_engine
 from mesatron.parallel.layout import lay_out
-from mesatron.train.saver import Saver
+from mesatron.train.saver import Hooks, Saver
 from mesatron.train.snapshot import StartState, fragments, generator_states, specifications
 from mesatron.train.timing import PhaseTimer
 
@@ -74,7 +74,8 @@ step()
 savers = {
     asynchronous: Saver(
         arguments.folder / "checkpoints", CheckpointConfig(keep_last=1, asynchronous=asynchronous), world, "1",
-        specifications(engine, world), lambda: fragments(engine), fence=lambda: None, say=lambda words: None,
+        specifications(engine, world), lambda: fragments(engine),
+        Hooks(lambda: None, lambda words: None, lambda: None),
     )
     for asynchronous in (False, True)
 }  # fmt: skip

@@ -19,7 +19,7 @@ from mesatron.parallel.engine import build_engine
 from mesatron.parallel.layout import lay_out
 from mesatron.parallel.shares import Share
 from mesatron.parallel.zero import KINDS, ZeroEngine
-from mesatron.train.saver import Saver
+from mesatron.train.saver import Hooks, Saver
 from mesatron.train.snapshot import StartState, fragments, generator_states, specifications
 from mesatron.train.timing import PhaseTimer
 
@@ -62,7 +62,7 @@ for number, config in enumerate(configs):
     torch.save(expected, f"{sys.argv[1]}/{number}-{world.rank}.pt")
     with Saver(
         config.run_folder / "checkpoints", config.checkpoint, world, "1", specifications(engine, world),
-        lambda engine=engine: fragments(engine), fence=lambda: None, say=print,
+        lambda engine=engine: fragments(engine), Hooks(lambda: None, print, lambda: None),
     ) as saver:  # fmt: skip
         saver.save(2, generator_states(world), {}, {})
         engine.update(batches[2], 100.0, 1e-2, timer)

@@ -20,6 +20,7 @@ from mesatron.checkpoint.tensors import Fragment, TensorSpec
 from mesatron.config.schema import CheckpointConfig
 from mesatron.parallel.distributed import World
 from mesatron.train.local import LocalSaver
+from mesatron.train.saver import Hooks
 
 EVEN = {"model.width": 24, "model.layers": 3, "model.heads": 4, "model.head_dim": 6, "model.mlp_ratio": 1.5}
 
@@ -156,7 +157,7 @@ def test_a_full_node_ends_local_checkpoints_but_not_the_run(tmp_path: Path, capf
         saver = LocalSaver(
             tmp_path, CheckpointConfig(), World(0, 1, torch.device("cpu")), "1",
             {"weights": [TensorSpec("a", (size,))]}, lambda: [Fragment.whole("weights", "a", values)],
-            lambda: None, lambda words: None,
+            Hooks(lambda: None, lambda words: None, lambda: None),
         )  # fmt: skip
         with saver:
             saver.save(1, [], {}, {})

@@ -20,7 +20,7 @@ from mesatron.checkpoint.verify import list_checkpoints, verify
 from mesatron.config.schema import CheckpointConfig
 from mesatron.errors import ConfigError, DiskFullError, NonFiniteError
 from mesatron.parallel.distributed import World
-from mesatron.train.saver import Saver
+from mesatron.train.saver import Hooks, Saver
 
 
 class State:
@@ -33,7 +33,8 @@ class State:
         self.stretches: Callable[[], Iterator[tuple[int, int, int]]] = lambda: iter([(0, 0, size)])
         self.saver = Saver(
             root, CheckpointConfig(**settings), self.world, "1", specs,
-            lambda: [Fragment("weights", "a", self.values, self.stretches())], fence, self.words.append,
+            lambda: [Fragment("weights", "a", self.values, self.stretches())],
+            Hooks(fence, self.words.append, lambda: None),
         )  # fmt: skip
 
     def save(self, step: int) -> None:

@@ -64,6 +64,7 @@ def test_the_model_knows_nothing_of_processes_and_training() -> None:
         (["config", "check", "configs/quickstart.yaml", "train.peak_lrr=1"], 2),
         (["train", "configs/quickstart.yaml", "train.peak_lrr=1"], 2),
         (["generate", "--help"], 0),
+        (["launch", "slurm", "configs/quickstart.yaml", "--nodes=2", "--dry-run"], 0),
     ],
 )
 def test_a_quick_answer_without_torch(arguments: list[str], code: int) -> None:

@@ -91,9 +91,10 @@ def settle(config: Config) -> int:
     _blame(history, note)
     if code in FINAL_CODES:
         return code
-    why = {FOR_CLUSTER: "stopped on the cluster's request", UnfitError.exit_code: "a node is unfit"}.get(
-        code, f"the training ended with {code}"
-    )
+    why = {
+        FOR_CLUSTER: "stopped on the cluster's request", UnfitError.exit_code: "a node is unfit",
+        KILLED: "it failed or was killed",
+    }.get(code, f"it ended with {code}")  # fmt: skip
     if not scheduler.may_be_requeued(note.job):
         return code
     if history.requeues_without_progress() >= config.launch.max_requeues:

@@ -1,8 +1,10 @@
 """A Slurm cluster for the tests that need one, trainings on it, and what must hold of each once it is over."""
 
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,11 @@ def cluster() -> Iterator[Cluster]:
     missing = unavailable()
     if missing:
         pytest.skip(f"no Slurm here: {missing}")
-    with tempfile.TemporaryDirectory(prefix="mesatron-slurm-") as folder, Cluster(Path(folder) / "c", 3, 10) as cluster:
+    with tempfile.TemporaryDirectory(prefix="mesatron-slurm-") as folder, ExitStack() as stack:
+        try:
+            cluster = stack.enter_context(Cluster(Path(folder) / "c", nodes=3, kill_wait_seconds=10))
+        except (OSError, RuntimeError, TimeoutError, subprocess.SubprocessError) as error:
+            pytest.skip(f"Slurm does not start here: {error}")
         yield cluster
 
 

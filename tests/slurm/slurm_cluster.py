@@ -22,7 +22,7 @@ from types import TracebackType
 
 import psutil
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "nsenter", "ip")
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "setpriv", "unshare", "nsenter", "ip")
 CONTROLLER, GPUS, CPUS, MEMORY_MB = "head", 2, 16, 64000
 FREEZER = Path("/sys/fs/cgroup/freezer")
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL"}
@@ -213,10 +213,12 @@ class Cluster:
         return [one for one in first.children(recursive=True) if _name(one) not in daemons]
 
     def _boot_host(self, host: str) -> None:
-        namespaces = ["--mount", "--uts", "--pid", "--net", "--mount-proc"]
+        # A host ends with the process that started it, however that ends.
+        alone = ["setpriv", "--pdeathsig=KILL", "unshare", "--fork", "--kill-child"]
+        alone += ["--mount", "--uts", "--pid", "--net", "--mount-proc"]
+        arguments = [host, str(self.folder), str(self._branch or "")]
         process = subprocess.Popen(
-            ["unshare", "--fork", "--kill-child", *namespaces, "bash", "-c", FIRST_PROCESS, "bash", host,
-             str(self.folder), str(self._branch or "")],
+            [*alone, "bash", "-c", FIRST_PROCESS, "bash", *arguments],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         self._hosts[host] = process

@@ -39,7 +39,7 @@ def test_the_clusters_signal_a_killed_rank_and_a_crashed_node(training: Make, un
     assert run.decisions() == [
         "requeue (stopped on the cluster's request)",
         "node n2 failed: a process there ended without a word",
-        "requeue (the training ended with 1)",
+        "requeue (it failed or was killed)",
         "node n1 failed: a process there ended without a word",
     ]
 
@@ -119,7 +119,7 @@ def test_a_node_that_fails_twice_is_left_out(training: Make, untouched: Training
     run.finish()
     run.check_equals(untouched)
     assert run.cluster.job(run.job)["ExcNodeList"] == "n2"
-    assert run.decisions()[-1] == "requeue (the training ended with 1) without n2"
+    assert run.decisions()[-1] == "requeue (it failed or was killed) without n2"
     assert run.cluster.job(run.job)["NodeList"] == "n[1,3]"
 
 

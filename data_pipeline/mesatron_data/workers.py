@@ -57,7 +57,7 @@ def open_workers(processes: int) -> Iterator[Workers]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["mesatron_data.mosaic"])  # imports torch: once instead of in each process
     here, there = context.Pipe(duplex=False)
-    executor = ProcessPoolExecutor(processes, context, initializer=_end_with, initargs=(here,))
+    executor = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(here, dict(os.environ)))
     try:
         yield Workers(executor)
         executor.shutdown()
@@ -72,8 +72,10 @@ def open_workers(processes: int) -> Iterator[Workers]:
         here.close()
 
 
-def _end_with(pipe: Connection) -> None:
-    """Make this process end when the other end of `pipe` is closed. Ctrl-C reaches it by that way alone."""
+def _begin(pipe: Connection, environment: dict[str, str]) -> None:
+    """Make this process end when the other end of `pipe` is closed (Ctrl-C reaches it by that way alone), and give it
+    the variables of the process that wants it: the server that it was forked from may be older than they are."""
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def wait() -> None:

@@ -62,8 +62,6 @@ def _problems(config: Config):
         yield f"data.folder and data.input_folder are both {data.folder}; shards need a folder of their own."
     if is_remote(data.folder) and data.cache_folder is None:
         yield f"data.folder {data.folder} is a URL; name a folder on each machine for its shards in data.cache_folder."
-    if is_remote(data.folder) and data.token_folder is None:
-        yield f"data.folder {data.folder} is a URL; name a folder for preparation's work in data.token_folder."
     if data.max_document_tokens and data.max_document_tokens < data.min_document_tokens:
         yield (
             f"data.max_document_tokens ({data.max_document_tokens}) must not be less than data.min_document_tokens "

@@ -338,6 +338,21 @@ def test_a_damaged_manifest_is_named(prepared: Path, tmp_path: Path) -> None:
             load_manifest(str(tmp_path))
 
 
+def test_a_manifest_from_before_packings_and_cleaning_is_read(prepared: Path, tmp_path: Path) -> None:
+    manifest = json.loads((prepared / "manifest.json").read_text())
+    expected = load_manifest(str(prepared))
+    for key in ("packing", "tokenizer_file"):
+        del manifest[key]
+    for split in manifest["splits"].values():
+        for key in ("duplicates", "removed", "padding_tokens", "cuts", "source_samples"):
+            del split[key]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    older = load_manifest(str(tmp_path))
+    assert (older.packing, older.tokenizer_file) == ("concatenate", "tokenizer.model")
+    indexes = {split: json.loads((prepared / split / "index.json").read_text()) for split in ("train", "validation")}
+    assert older.content_fingerprint(indexes) == expected.fingerprint
+
+
 def test_reading_and_preparing_need_no_torch_to_be_imported() -> None:
     """The command line imports these modules to answer --help."""
     code = """if True:

@@ -221,6 +221,14 @@ def test_a_tokenizer_and_shards_are_made_from_text(tmp_path: Path, places: dict)
     assert "30 documents" in shown
     assert shown.count("--- sequence") == 1
     assert "that is the question" in shown
+    assert "text that came before: 29 documents" in shown
+    page = tmp_path / "page.html"
+    assert output_of("data", "inspect", tmp_path / "shards", "--html", page) == f"{page} written.\n"
+    assert "that is the question" in page.read_text()
+    own += [f"data.folder={tmp_path}/others", "data.packing=best_fit"]
+    own += ["data.weights={unknown: 1}", f"data.token_folder={tmp_path}/tokens"]
+    printed = output_of("data", "prepare", places["config"], *own)
+    assert "packing, best_fit: " in printed
 
 
 def test_summary_is_that_of_the_metrics(run_copy: Path) -> None:

@@ -48,6 +48,12 @@ QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
             for stage in (0, 2, 3)
         ),
         (["parallel.offload_optimizer=true", "parallel.zero_stage=0"], "pipeline_size 1, not 0 and 1"),
+        (["data.folder=s3://bucket/shards"], "s3://bucket/shards is a URL; name a folder on each machine"),
+        (["data.cache_limit_bytes=1000"], "cache_limit_bytes is 1000, but there is no data.cache_folder"),
+        (
+            ["data.min_document_tokens=9", "data.max_document_tokens=8"],
+            "data.max_document_tokens (8) must not be less than data.min_document_tokens (9)",
+        ),
         (["data.folder=data_pipeline/sample"], "data.folder and data.input_folder are both data_pipeline/sample"),
     ],
 )
@@ -67,6 +73,8 @@ def test_fields_that_do_not_fit_together(overrides: list[str], arithmetic: str) 
         ["train.start_lr=4e-3"],
         ["model.mesa.lambda_lower_bound=0"],
         ["model.mlp_ratio=0.004"],
+        ["data.folder=s3://bucket/shards", "data.cache_folder=cache", "data.cache_limit_bytes=1000"],
+        ["data.weights={RedPajamaBook: 1, RedPajamaC4: 0.5}", "data.min_document_tokens=9"],
     ],
 )
 def test_fields_that_just_fit(overrides: list[str]) -> None:

@@ -46,7 +46,7 @@ def test_a_run_from_a_store_equals_one_from_a_folder(
     assert train(2, whole).exit_code == 0
     settings |= {
         "data.folder": "s3://data/shards", "data.cache_folder": str(tmp_path / "cache"),
-        "data.token_folder": str(tmp_path / "tokens"), "data.cache_limit_bytes": 60_000,
+        "data.cache_limit_bytes": 60_000,
     }  # fmt: skip
     config = odd_config(tmp_path / "remote", short_data, **settings)
     for cut in ("kill=2", "kill=7"):
@@ -70,7 +70,7 @@ def test_a_cache_that_is_too_small_is_refused_with_the_number(
 ) -> None:
     settings = {
         "data.folder": "s3://data/shards", "data.cache_folder": str(tmp_path / "cache"),
-        "data.token_folder": str(tmp_path / "tokens"), "data.cache_limit_bytes": 100,
+        "data.cache_limit_bytes": 100,
     }  # fmt: skip
     outcome = train(2, odd_config(tmp_path, short_data, **settings), environment=store)
     assert outcome.exit_code == 3

@@ -77,18 +77,13 @@ class History:
                 counts[record["failed_node"]] = counts.get(record["failed_node"], 0) + record["failures"]
         return counts
 
-    def slowest_step_and_save_seconds(self, tokens_per_step: int) -> float | None:
-        """Seconds of the slowest step among the last hundred logged, and of the slowest save that is kept.
-
-        None before the first checkpoint.
+    def slowest_step_and_saves_seconds(self, tokens_per_step: int) -> float | None:
+        """Seconds of the slowest step and of two of the slowest saves among the last hundred steps logged: a last save
+        waits for the one that is under way. None before the first checkpoint.
         """
-        saves = []
-        for checkpoint in (self.folder / "checkpoints").glob("step-*"):
-            with suppress(OSError):  # being removed
-                times = [path.stat().st_mtime for path in checkpoint.iterdir()]
-                saves.append(max(times) - min(times))
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().splitlines()[-100:] if path.exists() else []
-        speeds = [json.loads(line).get("train/tokens_per_second") for line in lines if line.endswith("}")]
-        slowest = min((speed for speed in speeds if speed), default=None)
-        return None if slowest is None or not saves else tokens_per_step / slowest + max(saves)
+        figures = [json.loads(line) for line in lines if line.endswith("}")]
+        speeds = [line["train/tokens_per_second"] for line in figures if line.get("train/tokens_per_second")]
+        saves = [line["checkpoint/seconds"] for line in figures if "checkpoint/seconds" in line]
+        return tokens_per_step / min(speeds) + 2 * max(saves) if speeds and saves else None

@@ -136,10 +136,10 @@ def refuse_active(folder: Path) -> None:
 
 
 def stop_lead_seconds(config: Config, folder: Path) -> int:
-    """How long before its end a job should be told: `launch.lead_seconds`, or several measured steps and saves."""
+    """How long before its end a job should be told: `launch.lead_seconds`, or several steps and saves as measured."""
     if config.launch.lead_seconds:
         return config.launch.lead_seconds
-    measured = History(folder).slowest_step_and_save_seconds(config.tokens_per_step)
+    measured = History(folder).slowest_step_and_saves_seconds(config.tokens_per_step)
     return FIRST_LEAD_SECONDS if measured is None else max(LEAST_LEAD_SECONDS, round(LEAD_FACTOR * measured))
 
 

@@ -67,8 +67,9 @@ class Attempt:
 
     def check_newest(self) -> None:
         """Raise FencedError once a newer attempt has started."""
+        start = self._examined_bytes  # the thread that saves looks too, perhaps at this moment
         with self._path.open("rb") as file:  # opened anew each time: only so does a network file system look again
-            file.seek(self._examined_bytes)
+            file.seek(start)
             news = file.read()
         whole = news[: news.rfind(b"\n") + 1]
         for record in _parse(whole):
@@ -77,7 +78,7 @@ class Attempt:
                     f"Attempt {record['attempt']} on {record['host']} has taken over {self._path.parent}, so attempt "
                     f"{self.number} ends without writing anything more."
                 )
-        self._examined_bytes += len(whole)
+        self._examined_bytes = start + len(whole)
 
     def ready(self, step: int) -> None:
         """Log that the step after `step` begins."""

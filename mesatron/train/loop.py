@@ -482,7 +482,7 @@ class Trainer:
         if self.config.train.spike_sigma:
             scalars["train/rewinds"] = float(len(self.start.skipped.rewinds))
         scalars |= {f"time/{phase}_seconds": total / steps for phase, total in phases.items()}
-        scalars |= {f"storage/{name}": value for name, value in self.stream.figures().items()}
+        scalars |= {f"storage/{name}": value for name, value in self.stream.figures().items()} | self.saver.figures
         self.monitor.scalars(self.step, scalars | observed)
         for tag, values in distributions.items():
             self.monitor.histogram(self.step, tag, values)

@@ -90,6 +90,8 @@ class Saver:
         self.hooks, self._live = hooks, live
         self._host = HostCopy(live(), world.device)
         self._writing: Writing | None = None
+        self.figures: dict[str, float] = {}
+        """Of the last save that has been reported, in the first process."""
 
     @property
     def busy(self) -> bool:
@@ -119,9 +121,11 @@ class Saver:
         writing = self._writing
         if writing is not None and writing.path is not None and not writing.reported and self.world.is_first:
             writing.reported = True
+            stall_seconds = writing.stall_seconds if self.settings.asynchronous else writing.seconds
+            self.figures = {"checkpoint/seconds": writing.seconds, "checkpoint/stall_seconds": stall_seconds}
             self.hooks.say(
                 f"step {writing.step}: saved {writing.path} in {writing.seconds:.1f} s, of which training stood still "
-                f"for {writing.stall_seconds if self.settings.asynchronous else writing.seconds:.2f} s"
+                f"for {stall_seconds:.2f} s"
             )
 
     def finish(self, awaited_by: int | None = None) -> None:

@@ -1,7 +1,6 @@
 """What a job learns from a run folder: attempts, requeues without progress, failed nodes, how long a stop takes."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,6 @@ from mesatron.monitor.attempts import Attempt
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
 
 
-def checkpoint(folder: Path, step: int, seconds: float = 0.0) -> None:
-    path = folder / f"checkpoints/step-{step:08d}"
-    path.mkdir(parents=True)
-    for name, age in (("state.json", seconds), ("manifest.json", 0.0)):
-        (path / name).touch()
-        os.utime(path / name, (1000 - age, 1000 - age))
-
-
 def test_requeues_count_since_the_newest_checkpoint(tmp_path: Path) -> None:
     history = History(tmp_path)
     assert history.requeues_without_progress() == 0
@@ -29,7 +20,7 @@ def test_requeues_count_since_the_newest_checkpoint(tmp_path: Path) -> None:
     history.decide("node n1 failed", failed_node="n1", failures=1)
     history.decide("requeue (the training ended with 1)")
     assert history.requeues_without_progress() == 2
-    checkpoint(tmp_path, 5)
+    (tmp_path / "checkpoints/step-00000005").mkdir(parents=True)
     assert history.requeues_without_progress() == 0
     history.decide("requeue (the training ended with 1)")
     assert history.requeues_without_progress() == 1
@@ -61,7 +52,7 @@ def test_the_lead_covers_measured_steps_and_saves(tmp_path: Path) -> None:
     lines = [json.dumps({"step": step, "train/tokens_per_second": speed}) for step, speed in enumerate(speeds)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "train/tok']))
     assert stop_lead_seconds(config, tmp_path) == 300
-    checkpoint(tmp_path, 5, seconds=90.0)
-    checkpoint(tmp_path, 10, seconds=40.0)
-    assert stop_lead_seconds(config, tmp_path) == pytest.approx(3 * (10 + 90), abs=1)
+    lines += [json.dumps({"step": step, "checkpoint/seconds": seconds}) for step, seconds in ((5, 90.0), (6, 40.0))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert stop_lead_seconds(config, tmp_path) == pytest.approx(3 * (10 + 2 * 90), abs=1)
     assert stop_lead_seconds(load_config(QUICKSTART, ["launch.lead_seconds=77"]), tmp_path) == 77

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-launch_app = typer.Typer(no_args_is_help=True, help="Run on a cluster.")
+from mesatron.terminal import ConfigFile, Overrides, RunFolder
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="Config file of the run.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides such as train.peak_lr=3e-3.")
-]
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
+launch_app = typer.Typer(no_args_is_help=True, help="Run on a cluster.")
 
 
 @launch_app.command("slurm")

@@ -224,6 +224,7 @@ def test_a_tokenizer_and_shards_are_made_from_text(tmp_path: Path, places: dict)
     assert "text that came before: 29 documents" in shown
     page = tmp_path / "page.html"
     assert output_of("data", "inspect", tmp_path / "shards", "--html", page) == f"{page} written.\n"
+    assert f"{page} exists" in mistake(2, "data", "inspect", tmp_path / "shards", "--html", page)
     assert "that is the question" in page.read_text()
     own += [f"data.folder={tmp_path}/others", "data.packing=best_fit"]
     own += ["data.weights={unknown: 1}", f"data.token_folder={tmp_path}/tokens"]

@@ -16,7 +16,7 @@ class PhaseTimer:
     step; elsewhere by the clock. begun: called with the name of each phase.
     """
 
-    def __init__(self, device: torch.device, begun: Callable[[str], None]) -> None:
+    def __init__(self, device: torch.device, begun: Callable[[str], None] = lambda phase: None) -> None:
         self._begun = begun
         self._on_gpu = device.type == "cuda"
         self._marks: list[tuple[str, object, object]] = []

@@ -27,6 +27,7 @@ FAULTS = (DataError, OSError, zstandard.ZstdError)
 LOCKS = 64
 TOUCH_SECONDS = 2.0
 ATTEMPTS = 8
+LEFT_SECONDS = 86_400.0
 PREPARE_AGAIN = "restore it or prepare again with --overwrite"
 
 
@@ -51,6 +52,7 @@ class ShardCache:
         self._folder = self._root / name if self._root else Path(source).absolute()
         self._limit_bytes = limit_bytes if self._root else 0
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers()
         self._readers = [streaming.base.format.reader_from_json(str(self._folder), "", shard) for shard in shards]
         self._checked: set[int] = set()
         self._touched: dict[int, float] = {}
@@ -140,6 +142,15 @@ class ShardCache:
         finally:
             partial.unlink(missing_ok=True)
 
+    def _remove_leftovers(self) -> None:
+        """Remove what killed processes have left half unpacked: at once if they ran here, after a day if elsewhere."""
+        for path in self._folder.glob(".*.*-*-*"):
+            node, _, numbers = path.name.rpartition("-")[0].rpartition("-")
+            with suppress(OSError, ValueError):  # gone meanwhile, another user's, or no such file
+                here = node.endswith("." + os.uname().nodename)
+                if time.time() - path.stat().st_mtime > LEFT_SECONDS or (here and not _runs(int(numbers))):
+                    path.unlink()
+
     def _begin(self, partial: Path, size: int) -> None:
         """Under a limit, remove the shards that were not used for longest until `size` bytes fit, and take those by a
         file of that size."""
@@ -189,3 +200,14 @@ def _check_hash(place: str, content: bytes, expected: str) -> None:
     found = streaming.base.hashing.get_hash(HASH, content)
     if found != expected:
         raise DataError(f"Shard {place} is damaged ({HASH} {found}, expected {expected}): {PREPARE_AGAIN}.")
+
+
+def _runs(process: int) -> bool:
+    """Whether a process of this number runs on this machine."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

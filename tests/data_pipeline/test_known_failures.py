@@ -98,11 +98,18 @@ def test_14_a_killed_run_leaves_nothing_that_the_next_could_trip_over(copy: Path
     with reading(copy, tmp_path / "cache") as (first, pid):
         assert not re.search(r"/dev/shm/\d{6}_", Path(f"/proc/{pid}/maps").read_text())
         os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        folder = next((tmp_path / "cache").rglob("train"))
+        host = os.uname().nodename
+        for number, process in enumerate((pid, os.getpid())):
+            (folder / f".shard.0000{number}.mds.{host}-{process}-7").touch()
+        (folder / ".shard.00002.mds.elsewhere-1-7").touch()
+        os.utime(folder / ".shard.00002.mds.elsewhere-1-7", (0, 0))
         with reading(copy, tmp_path / "cache") as (again, _):
             assert again == first == again
     assert isinstance(first, list)
     assert set(Path(tempfile.gettempdir()).glob("[0-9]*_*")) <= left
-    assert not list((tmp_path / "cache").rglob(".shard*"))
+    assert [path.name for path in folder.glob(".shard*")] == [f".shard.00001.mds.{host}-{os.getpid()}-7"]
 
 
 def test_15_rank_and_world_are_those_that_the_run_gives(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from mesatron_data.store import list_sizes
 from mesatron_data.stream import TrainStream, ValidationSet, working_set
 from mesatron_data.verify import verify
 from moto.server import ThreadedMotoServer
+from s3fs import S3FileSystem
 
 CONTEXT_LENGTH = 16
 SHARD_BYTES = 3000
@@ -79,6 +80,7 @@ def gate() -> Iterator[Gate]:
         patch.setenv("AWS_ACCESS_KEY_ID", "key")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        S3FileSystem.clear_instance_cache()  # of other tests, whose server has gone
         yield gate
         gate.shutdown()
     server.stop()

@@ -8,6 +8,7 @@ from pathlib import Path
 import boto3
 import pytest
 from moto.server import ThreadedMotoServer
+from s3fs import S3FileSystem
 
 from mesatron.evaluate.checkpoint import evaluate_perplexity, load_model
 from mesatron.parallel.distributed import PeerLostError
@@ -28,6 +29,7 @@ def store(short_data: Path) -> Iterator[dict[str, str]]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(name, value)
+        S3FileSystem.clear_instance_cache()  # of other tests, whose server has gone
         client = boto3.client("s3")
         client.create_bucket(Bucket="data")
         for path in short_data.rglob("*"):

@@ -83,10 +83,10 @@ def append_file(path: Path, data: bytes) -> None:
 def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
     """Put new content in place of the file at `path` in one step, on the disk when this returns.
 
-    The temporary file beside it is always called `.rewriting`: a killed attempt leaves at most one, which no reader
-    takes for a log. Raises DiskFullError.
+    The temporary file beside it is called `.rewriting-` and its name: a kill leaves at most one, which no reader takes
+    for a log. Raises DiskFullError.
     """
-    temporary = path.with_name(".rewriting")
+    temporary = path.with_name(f".rewriting-{path.name}")
     with reporting_full_disk(path):
         with open_durable(temporary) as descriptor:
             for chunk in chunks:

@@ -33,9 +33,6 @@ def launch_local(processes: int, arguments: list[str], stop_signals: Collection[
     os.environ[LAUNCHER_PID] = str(os.getpid())
     # The processes share the cores evenly unless asked for otherwise: more threads would contend for them.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
-    # A worker that the agent ends leaves its shared memory to Python's resource tracker, which frees it with a warning.
-    filters = [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"]
-    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, filters))
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=processes, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0",
         run_id=f"mesatron-{os.getpid()}", max_restarts=0, monitor_interval=0.1,

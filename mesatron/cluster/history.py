@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,11 @@ class History:
         sync_file(self._path)
 
     def requeues_without_progress(self) -> int:
-        """Requeues decided since the newest checkpoint was made."""
+        """Requeues decided since there was another newest checkpoint."""
         decisions = self.records("decision")
         requeues = [record["step"] for record in decisions if record["what"].startswith("requeue")]
-        return sum(step >= self.saved_step for step in requeues)
+        saved = self.saved_step
+        return len(list(takewhile(lambda step: step == saved, reversed(requeues))))
 
     def failed_nodes(self) -> dict[str, int]:
         """How often each node was found to have failed."""
@@ -78,12 +80,13 @@ class History:
         return counts
 
     def slowest_step_and_saves_seconds(self, tokens_per_step: int) -> float | None:
-        """Seconds of the slowest step and of two of the slowest saves among the last hundred steps logged: a last save
-        waits for the one that is under way. None before the first checkpoint.
+        """Seconds of the slowest of the last hundred steps logged and of two of the slowest saves.
+
+        A last save waits for the one that is under way. None before the first checkpoint.
         """
         path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines()[-100:] if path.exists() else []
+        lines = path.read_text().splitlines() if path.exists() else []
         figures = [json.loads(line) for line in lines if line.endswith("}")]
-        speeds = [line["train/tokens_per_second"] for line in figures if line.get("train/tokens_per_second")]
-        saves = [line["checkpoint/seconds"] for line in figures if "checkpoint/seconds" in line]
+        speeds = [line["train/tokens_per_second"] for line in figures if line.get("train/tokens_per_second")][-100:]
+        saves = [line["time/checkpoint_seconds"] for line in figures if line.get("time/checkpoint_seconds")]
         return tokens_per_step / min(speeds) + 2 * max(saves) if speeds and saves else None

@@ -30,7 +30,7 @@ from mesatron.errors import REPORTED, ConfigError, MesatronError, PeerLostError,
 from mesatron.kernel_choice import choose_kernels
 from mesatron.parallel import distributed
 
-LEAST_SHARED_MEMORY = 64 << 20  # bytes; what the readers of the data and the collectives of a node need at most
+LEAST_SHARED_MEMORY = 64 << 20  # bytes; what the collectives of a node need at most
 LEAST_FREE_GPU_MEMORY = 0.9
 CHECKPOINT_BYTES = 12  # a parameter: weight and two moments in fp32
 LARGEST_SKEW_SECONDS = 5.0

@@ -26,7 +26,7 @@ SCRIPT, CONFIG, CODE, SUBMITTED = "train.sbatch", "config.yaml", "code", "submit
 PACKAGES = ("mesatron", "mesatron_kernels", "mesatron_data")
 SETTINGS_LINE = "# settings of `mesatron launch slurm`\n"
 FIRST_LEAD_SECONDS, LEAST_LEAD_SECONDS, LEAD_FACTOR = 300, 60, 3
-"""Of a run in which nothing was measured yet; of any; times a step and a save as they were measured."""
+"""Of a run in which nothing was measured yet; of any; times a step and two saves as measured."""
 
 
 @dataclass(frozen=True)

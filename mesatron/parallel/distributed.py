@@ -114,7 +114,7 @@ def start() -> World:
             f"srun has started {os.environ['SLURM_STEP_NUM_TASKS']} processes that know nothing of each other; let it "
             "start one torchrun on each node, as launchers/slurm/train.sbatch does."
         )
-    else:  # DeepSpeed and streaming read these themselves
+    else:  # DeepSpeed reads these itself
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     local_rank = int(os.environ["LOCAL_RANK"])
     _end_with_parent()

@@ -205,6 +205,7 @@ class ZeroEngine:
         """Replace what `kept` gives by what `source` gives for kind and name; all processes call it together."""
         self._link_moments()
         for kind, name, own in self.kept():
+            self.alive()
             own.copy_(source(kind, name))
         for parameter in self.parameters.values():
             self._refresh(parameter, partial(safe_get_full_fp32_param, parameter))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mesatron.checkpoint.retention import remove_leftovers
 from mesatron.checkpoint.tensors import Fragment, TensorSpec
 from mesatron.checkpoint.verify import CheckpointInfo, find_damage, list_checkpoints
 from mesatron.config import Config, changed_keys, load_config
-from mesatron.errors import MesatronError
+from mesatron.errors import MesatronError, report, unusable_path
 from mesatron.files import replace_file
 from mesatron.parallel.distributed import World
 from mesatron.parallel.zero import ZeroEngine
@@ -43,7 +44,9 @@ class LocalSaver(Saver):
     def finish(self, awaited_by: int | None = None) -> None:
         try:
             super().finish(awaited_by)
-        except MesatronError:
+        except (MesatronError, OSError) as error:
+            if isinstance(error, OSError):
+                report(unusable_path(error))
             self.given_up = True
 
 
@@ -57,8 +60,9 @@ def find_local(config: Config, world: World) -> tuple[CheckpointInfo | None, lis
         return None, []
     own = {}
     for info in list_checkpoints(root):
-        if info.status == "complete" and _fits(info.path, config, world):
-            own[info.step, CheckpointReader(info.path).state["attempt"]] = info
+        with suppress(MesatronError, OSError, ValueError, KeyError):  # damaged, or of another version
+            if info.status == "complete" and _fits(info.path, config, world):
+                own[info.step, CheckpointReader(info.path).state["attempt"]] = info
     shares = world.gather(set(own))
     common: list[tuple[int, str]] = world.from_first(lambda: sorted(set.intersection(*shares), reverse=True))
     notes = [
@@ -86,9 +90,7 @@ def make_local_saver(
     assert root
     root.mkdir(parents=True, exist_ok=True)
     remove_leftovers(root, attempt)
-    for info in list_checkpoints(root):
-        if info.step > start_step:
-            shutil.rmtree(set_aside(info.path, ".trash", attempt))
+    drop_local(config, world, start_step + 1, attempt)
 
     def kept() -> Iterator[Fragment]:
         for kind, name, values in engine.kept():
@@ -99,6 +101,14 @@ def make_local_saver(
         specs[fragment.kind].append(TensorSpec.of(fragment.name, fragment.values))
     settings = config.checkpoint.model_copy(update={"keep_last": KEPT, "keep_every_steps": 0})
     return LocalSaver(root, settings, World(0, 1, world.device), attempt, specs, kept, hooks)
+
+
+def drop_local(config: Config, world: World, first_step: int, attempt: str) -> None:
+    """Remove this process's parts from `first_step` on; all processes call it together."""
+    root = _root(config, world, make=False)
+    for info in list_checkpoints(root) if root else []:
+        if info.step >= first_step:
+            shutil.rmtree(set_aside(info.path, ".trash", attempt))
 
 
 def _root(config: Config, world: World, make: bool) -> Path | None:

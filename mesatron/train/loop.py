@@ -45,7 +45,7 @@ from mesatron.parallel.engine import build_engine
 from mesatron.parallel.layout import lay_out
 from mesatron.train.data import open_data
 from mesatron.train.environment import describe_environment
-from mesatron.train.local import find_local, make_local_saver
+from mesatron.train.local import drop_local, find_local, make_local_saver
 from mesatron.train.nonfinite import dump_first_bad_layer
 from mesatron.train.run import ResumePoint, Run
 from mesatron.train.saver import Hooks
@@ -76,7 +76,7 @@ def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow
         run.check_shared()
         stacks = config.run_folder / "stacks" / f"{start.attempt}-rank-{world.rank}.txt"
         watchdog = Watchdog(config.train.watchdog_seconds, stacks, run.close)
-        if stop_at_step and start.step >= stop_at_step and start.step < config.train.steps:
+        if stop_at_step and start.step >= stop_at_step and start.step < config.train.steps and not start.local:
             raise world.raised_by_all(_stopped(start.step, config))
         if start.step < config.train.steps:
             own = local.path if local and start.local else start.checkpoint
@@ -158,6 +158,7 @@ class Trainer:
             origin = StartState(self.checkpoint, self.engine, self.config, self.start.local)
             origin.restore(self.world)
             self._restore_counts(origin.state)
+            self.watchdog.begin("opening data and figures", START_SECONDS)
             self._open_data(origin.state)
             stack.callback(self.stream.close)
             if self.world.is_first:
@@ -188,7 +189,7 @@ class Trainer:
                 fenced = self.run.stop.error(FencedError, self.step, self.config)
                 self._decide(str(fenced))
                 raise self.world.raised_by_all(fenced)
-            if self.ending and self.step > self.saved_step:
+            if self.spike is None and self.step > self.saved_step:
                 with self.run.ledger.during("checkpoint"):
                     self._save()
             if self.world.is_first and self.spike is None:
@@ -196,7 +197,8 @@ class Trainer:
 
     def _restore_counts(self, state: dict[str, Any]) -> None:
         """Put in place what is neither tensors nor data of a checkpoint's state, which is empty for a fresh start."""
-        self.step = self.saved_step = self.logged_step = self.start.step
+        self.step = self.logged_step = self.start.step
+        self.saved_step = 0 if self.start.local else self.start.step  # for all nodes to see
         self.spike = None
         self.tokens_seen = state.get("tokens_seen", 0)
         self.skipped_steps, self.skipped_in_a_row = state.get("skipped_steps", 0), state.get("skipped_in_a_row", 0)
@@ -207,6 +209,11 @@ class Trainer:
 
     def _go_back(self, first_step: int) -> None:
         """Agree on where to go on after a spike that began at `first_step`, and on the batches to leave out."""
+        self.watchdog.begin("going back", START_SECONDS)
+        del self.saver  # and its host memory; the next one takes as much
+        if self.config.checkpoint.local_folder:
+            del self.local_saver
+            drop_local(self.config, self.world, first_step - 1, self.start.attempt)
         # The update before it may have been the bad one.
         suspects = [(number, ids) for step, number, ids in self.history if step >= first_step - 1]
         shares = self.world.gather([sample for _, own in suspects for sample in own])
@@ -231,7 +238,7 @@ class Trainer:
         own_targets = float(sum((part.targets != IGNORED_TARGET).sum() for part in micro_batches))
         own_checksum = _checksum(batch.sample_ids) / self.layout.context.size
         targets, checksum, loss_sum_before, failed, *votes = self.layout.sum(
-            own_targets, own_checksum, self.own_loss_sum, float(self.saver.failed), from_all=self.run.stop.votes()
+            own_targets, own_checksum, self.own_loss_sum, from_all=[float(self.saver.failed), *self.run.stop.votes()]
         )
         if failed:
             self.saver.finish()  # raises why
@@ -358,7 +365,7 @@ class Trainer:
         self.local_saver.save(self.step, generator_states(self.world), self._state(), self.texts)
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors, the same in all processes."""
+        """What a checkpoint holds besides tensors."""
         return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,

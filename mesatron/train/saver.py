@@ -90,8 +90,8 @@ class Saver:
         self.hooks, self._live = hooks, live
         self._host = HostCopy(live(), world.device)
         self._writing: Writing | None = None
-        self.figures: dict[str, float] = {}
-        """Of the last save that has been reported, in the first process."""
+        self.figures = {"time/checkpoint_seconds": 0.0, "time/checkpoint_stall_seconds": 0.0}
+        """Of the last save that has been reported, in the first process; 0 before the first."""
 
     @property
     def busy(self) -> bool:
@@ -122,7 +122,7 @@ class Saver:
         if writing is not None and writing.path is not None and not writing.reported and self.world.is_first:
             writing.reported = True
             stall_seconds = writing.stall_seconds if self.settings.asynchronous else writing.seconds
-            self.figures = {"checkpoint/seconds": writing.seconds, "checkpoint/stall_seconds": stall_seconds}
+            self.figures = {"time/checkpoint_seconds": writing.seconds, "time/checkpoint_stall_seconds": stall_seconds}
             self.hooks.say(
                 f"step {writing.step}: saved {writing.path} in {writing.seconds:.1f} s, of which training stood still "
                 f"for {stall_seconds:.2f} s"
@@ -158,8 +158,11 @@ class Saver:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if error is None or getattr(error, "in_all_processes", False):
+        if error is None:
             self.finish()
+        elif getattr(error, "in_all_processes", False):
+            with suppress(MesatronError):  # one fault is told, the first
+                self.finish()
         elif self._writing is not None:  # the others may be gone
             self._writing.abandon()
             self._writing.join()

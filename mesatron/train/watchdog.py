@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from mesatron.cluster.words import leave_word
 from mesatron.errors import HungError, report
 
 CHECKS_PER_LIMIT = 20
@@ -65,6 +66,7 @@ class Watchdog:
         timer = threading.Timer(WRITING_SECONDS, os._exit, (HungError.exit_code,))
         timer.daemon = True
         timer.start()
+        leave_word(HungError.exit_code)
         error = HungError(
             f"Nothing has moved for {self._patience:g} s on {os.uname().nodename} while {self._phase}; see where each "
             f"process hangs in {self._path.parent}, and start the same job again."

@@ -52,7 +52,8 @@ def test_the_lead_covers_measured_steps_and_saves(tmp_path: Path) -> None:
     lines = [json.dumps({"step": step, "train/tokens_per_second": speed}) for step, speed in enumerate(speeds)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 4, "train/tok']))
     assert stop_lead_seconds(config, tmp_path) == 300
-    lines += [json.dumps({"step": step, "checkpoint/seconds": seconds}) for step, seconds in ((5, 90.0), (6, 40.0))]
+    saves = ((4, 0.0), (5, 90.0), (6, 40.0))
+    lines += [json.dumps({"step": step, "time/checkpoint_seconds": seconds}) for step, seconds in saves]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert stop_lead_seconds(config, tmp_path) == pytest.approx(3 * (10 + 2 * 90), abs=1)
     assert stop_lead_seconds(load_config(QUICKSTART, ["launch.lead_seconds=77"]), tmp_path) == 77

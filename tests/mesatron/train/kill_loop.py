@@ -25,7 +25,6 @@ import psutil
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from mesatron.checkpoint.verify import list_checkpoints
-from mesatron.config import load_config
 
 SAVE_EVERY = 3
 GONE_WITHIN_SECONDS = 30
@@ -141,7 +140,7 @@ class KillLoop:
         self.check(set(points[1].values()) == {1}, f"TensorBoard has points more than once: {points[1].most_common(3)}")
         self.check(points[0].keys() == points[1].keys(), "TensorBoard lacks points or has others")
         self.check_attempts(killed / "attempts.jsonl")
-        left = [*self.temporary.iterdir(), *_segments_of(self.config)]
+        left = list(self.temporary.iterdir())
         # torch keeps one compiler cache for each user there.
         left = [path.name for path in left if not path.name.startswith("torchinductor_")]
         self.check(not left, f"left behind: {left}")
@@ -181,12 +180,6 @@ def _event_points(run: Path) -> Counter[tuple[str, int]]:
         for event in EventFileLoader(str(path)).Load()
         for value in event.summary.value
     )
-
-
-def _segments_of(config: Path) -> list[Path]:
-    """Shared memory of the config's data folder."""
-    folder = str(Path(load_config(config).data.folder).absolute()).encode()
-    return [path for path in Path("/dev/shm").glob("*_locals") if folder in path.read_bytes()]
 
 
 def main() -> int:

@@ -26,7 +26,8 @@ What the rows say, and where it is tested (in this folder unless another is name
     54  out of memory while a tokenizer is trained         test_tokenizer_training: test_memory_is_guarded_...,
                                                            test_peak_memory_is_within_what_is_reckoned_with
 
-24c (every process allocates on the first GPU) needs several GPUs; reading allocates on none.
+    24c every process allocates on the first GPU           mesatron/parallel/test_exchange:
+                                                           test_a_process_holds_memory_on_its_own_gpu_alone
 """
 
 import multiprocessing

@@ -2,7 +2,7 @@
 
 Sequences: the same in a tensor, context or pipeline group, others in other data-parallel groups. Replicated weights:
 equal to the bit on all processes after two updates, with sequence parallelism and without. Bytes of the second update:
-by the formulas of docs/parallelism.md, counted at the collectives themselves.
+by the formulas of docs/parallelism.md, counted at the collectives themselves. GPUs: each process on its own alone.
 """
 
 from collections.abc import Callable
@@ -100,3 +100,9 @@ def test_pipeline_sends_the_stream_once_each_way(witness: Callable[..., list[dic
     stream = BATCH * context_length * WIDTH * FLOAT
     sent = [process["sent"]["pipeline", "send"] for process in seen]
     assert sent == [stream + description, stream]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("sizes", [{}, {"tensor_size": 2}, {"context_size": 2}, {"pipeline_size": 2}], ids=str)
+def test_a_process_holds_memory_on_its_own_gpu_alone(witness: Callable[..., list[dict]], sizes: dict[str, int]) -> None:
+    assert [process["gpus"] for process in witness(2, 22, **sizes)] == [[0], [1]]

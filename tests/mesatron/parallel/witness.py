@@ -1,7 +1,7 @@
 """What a process of a world sees of one layout: `python witness.py CONFIG FOLDER`, run by every process.
 
-Saves to FOLDER/rank-N.pt: the sequences it reads, replicated weights after two updates, and the bytes of the second
-one by group and collective.
+Saves to FOLDER/rank-N.pt: the sequences it reads, replicated weights after two updates, the bytes of the second one by
+group and collective, and the GPUs on which it holds memory.
 """
 
 import sys
@@ -65,8 +65,10 @@ weights = {name: parameter.detach() for name, parameter in engine.parameters.ite
 replicated = {name: weights[name].clone() for name, share in engine.shares.items() if share.dimension is None}
 place = (layout.data.rank, layout.context.rank, layout.tensor.rank, layout.pipeline.rank)
 rank = layout.world.rank
+gpus = [number for number in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(number)]
 torch.save(
-    {"place": place, "ids": ids, "replicated": replicated, "sent": dict(traffic.sent)}, f"{sys.argv[2]}/{rank}.pt"
+    {"place": place, "ids": ids, "replicated": replicated, "sent": dict(traffic.sent), "gpus": gpus},
+    f"{sys.argv[2]}/{rank}.pt",
 )
 layout.world.barrier()
 distributed.stop()

@@ -5,22 +5,15 @@ give is removed, so that the local one of step 6 is the newest. Processes on one
 """
 
 import json
-import os
-import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from mesatron_data.synthetic import write_shards
-
-from mesatron.checkpoint.tensors import Fragment, TensorSpec
-from mesatron.config.schema import CheckpointConfig
-from mesatron.parallel.distributed import World
-from mesatron.train.local import LocalSaver
-from mesatron.train.saver import Hooks
 
 EVEN = {"model.width": 24, "model.layers": 3, "model.heads": 4, "model.head_dim": 6, "model.mlp_ratio": 1.5}
 
@@ -150,23 +143,34 @@ def test_the_newer_of_shared_and_local_is_taken(
     assert (state["step"], state["attempt"]) == (8, "attempt-0003")
 
 
-def test_a_full_node_ends_local_checkpoints_but_not_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    child = os.fork()
-    if child == 0:
-        values, size = torch.zeros(100_000), 100_000
-        saver = LocalSaver(
-            tmp_path, CheckpointConfig(), World(0, 1, torch.device("cpu")), "1",
-            {"weights": [TensorSpec("a", (size,))]}, lambda: [Fragment.whole("weights", "a", values)],
-            Hooks(lambda: None, lambda words: None, lambda: None),
-        )  # fmt: skip
-        with saver:
-            saver.save(1, [], {}, {})
-            saver.finish()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-            for step in (2, 3, 4):
-                saver.save(step, [], {}, {})
-        os._exit(0 if saver.given_up else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+FULL_NODE = """
+import resource, sys
+from pathlib import Path
+import torch
+from mesatron.checkpoint.tensors import Fragment, TensorSpec
+from mesatron.config.schema import CheckpointConfig
+from mesatron.parallel.distributed import World
+from mesatron.train.local import LocalSaver
+from mesatron.train.saver import Hooks
+values, size = torch.zeros(100_000), 100_000
+saver = LocalSaver(
+    Path(sys.argv[1]), CheckpointConfig(), World(0, 1, torch.device("cpu")), "1",
+    {"weights": [TensorSpec("a", (size,))]}, lambda: [Fragment.whole("weights", "a", values)],
+    Hooks(lambda: None, lambda words: None, lambda: None),
+)
+with saver:
+    saver.save(1, [], {}, {})
+    saver.finish()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+    for step in (2, 3, 4):
+        saver.save(step, [], {}, {})
+sys.exit(0 if saver.given_up else 1)
+"""
+
+
+def test_a_full_node_ends_local_checkpoints_but_not_the_run(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FULL_NODE, tmp_path], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000001", "latest"}
-    (line,) = capfd.readouterr().err.splitlines()
+    (line,) = done.stderr.splitlines()
     assert line.startswith("mesatron: No space left to write ")

@@ -89,6 +89,8 @@ class FencedError(MesatronError):
     exit_code = 78
 
 
+ENDED_AFTER_SAVING = (0, StoppedEarly.exit_code, PreemptedError.exit_code)
+"""Exit codes of a training whose last step is saved."""
 REPORTED = (MesatronError, DataError)
 """Faults with an `exit_code` that are reported in one line."""
 

@@ -6,6 +6,7 @@ cut.
 
 import errno
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,10 +84,10 @@ def append_file(path: Path, data: bytes) -> None:
 def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
     """Put new content in place of the file at `path` in one step, on the disk when this returns.
 
-    The temporary file beside it is called `.rewriting-` and its name: a kill leaves at most one, which no reader takes
-    for a log. Raises DiskFullError.
+    The temporary file beside it is called `.rewriting-` and a number that follows from its name: the name itself could
+    make a reader take what a kill leaves for a log. Raises DiskFullError.
     """
-    temporary = path.with_name(f".rewriting-{path.name}")
+    temporary = path.with_name(f".rewriting-{zlib.crc32(path.name.encode()):08x}")
     with reporting_full_disk(path):
         with open_durable(temporary) as descriptor:
             for chunk in chunks:

@@ -10,11 +10,10 @@ from typing import Any
 from mesatron.checkpoint.format import STATE
 from mesatron.checkpoint.verify import list_checkpoints
 from mesatron.config import load_config
-from mesatron.errors import ConfigError, PreemptedError, StoppedEarly
+from mesatron.errors import ENDED_AFTER_SAVING, ConfigError
 from mesatron.monitor.attempts import read_attempts
 from mesatron.monitor.goodput import Goodput, account
-
-ENDED_AFTER_SAVING = (0, StoppedEarly.exit_code, PreemptedError.exit_code)
+from mesatron.monitor.metrics import read_metrics
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,7 @@ def summarize(run_folder: Path) -> Summary:
     if (run_folder / "manifest.json").exists():
         raise ConfigError(f"{run_folder} is a checkpoint; give the run folder that it lies in.")
     config = load_config(run_folder / "config.yaml")
-    path = run_folder / "metrics.jsonl"
-    text = path.read_text() if path.exists() else ""
-    # A last line without its end was torn by a kill or is being written.
-    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    lines = read_metrics(run_folder / "metrics.jsonl")
     training = [line for line in lines if "train/loss" in line]
     perplexities = [float(line["validation/perplexity"]) for line in lines if "validation/perplexity" in line]
     speeds = sorted(line["train/tokens_per_second"] for line in training)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 import zstandard
 from mesatron_data.shards import prepare
@@ -15,6 +16,9 @@ from mesatron_data.tokenizer_training import train_tokenizer
 
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # for tests/kernels; Triton reads it when anything first imports it
+
+# A forked child has none of the threads that torch's pool had here, and would wait for them.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 CONTEXT_LENGTH = 64
 VOCABULARY_SIZE = 512

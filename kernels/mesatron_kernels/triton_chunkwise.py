@@ -356,7 +356,7 @@ def _chunk_length(k: Tensor, v: Tensor) -> int:
 
 
 def _block(size: int, inputs: Tensor) -> int:
-    """Columns of a tile; in 16 bits at least 64, for Triton 3.6 on Hopper multiplies 64x32 by 32x16 wrongly."""
+    """Columns of a tile; in 16 bits at least 64: with tiles of 32 by 16, Triton 3.6 on Hopper gave wrong results."""
     narrowest = 16 if INTERPRETED.value or inputs.dtype == torch.float32 else 64
     return max(narrowest, triton.next_power_of_2(size))
 

@@ -111,5 +111,14 @@ def set_aside(folder: Path, prefix: str, attempt: str) -> Path:
     return target
 
 
+def point_latest(root: Path, name: str) -> None:
+    """Let `latest` name a checkpoint in `root`, in one step."""
+    link = root / f".{LATEST}"
+    link.unlink(missing_ok=True)
+    os.symlink(name, link)
+    os.replace(link, root / LATEST)
+    sync_folder(root)
+
+
 def _manifest_checksum(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -12,16 +12,20 @@ def prune(root: Path, saved_step: int, keep_last: int, keep_every_steps: int | N
 
     saved_step: the step just saved. Newer folders come from a future that was given up when an older checkpoint was
     resumed; they neither count nor are touched. keep_every_steps: multiples of it stay for good (None: none do).
-    Each folder is renamed first, so a kill while its files go cannot leave half a checkpoint under a good name.
     Returns the folders removed.
     """
     steps = [info for info in list_checkpoints(root) if info.status == "complete" and info.step <= saved_step]
     removed = []
     for info in steps[: max(len(steps) - keep_last, 0)]:
         if keep_every_steps is None or info.step % keep_every_steps:
-            shutil.rmtree(fmt.set_aside(info.path, ".trash", attempt))
+            remove(info.path, attempt)
             removed.append(info.path)
     return removed
+
+
+def remove(checkpoint: Path, attempt: str) -> None:
+    """Remove a checkpoint: renamed first, so that a kill while its files go leaves no half of it under a good name."""
+    shutil.rmtree(fmt.set_aside(checkpoint, ".trash", attempt))
 
 
 def remove_leftovers(root: Path, attempt: str) -> list[Path]:

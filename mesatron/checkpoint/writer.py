@@ -174,7 +174,7 @@ class CheckpointWriter:
                     fmt.set_aside(final, "damaged", self.attempt)
                 os.rename(self.folder, final)
                 sync_folder(self.root)
-            self._point_latest(final.name)
+            fmt.point_latest(self.root, final.name)
         return final
 
     def discard(self) -> None:
@@ -229,13 +229,6 @@ class CheckpointWriter:
                 raise CheckpointError(
                     f"{self.folder} does not give back what was written of tensor {name}; check the file system."
                 )
-
-    def _point_latest(self, name: str) -> None:
-        link = self.root / f".{fmt.LATEST}"
-        link.unlink(missing_ok=True)
-        os.symlink(name, link)
-        os.replace(link, self.root / fmt.LATEST)
-        sync_folder(self.root)
 
 
 def _file_name(kind: str, number: int) -> str:

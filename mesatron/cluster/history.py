@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from mesatron.checkpoint.format import STEP_FOLDER
-from mesatron.files import append_file, sync_file
+from mesatron.monitor.attempts import append_record, read_attempts
+from mesatron.monitor.metrics import read_metrics
 
 
 class History:
@@ -23,12 +22,7 @@ class History:
 
     def records(self, event: str | None = None) -> list[dict[str, Any]]:
         """All lines, or those of one event."""
-        records = []
-        if self._path.exists():
-            for line in self._path.read_bytes().splitlines():
-                with suppress(ValueError):  # torn by a kill
-                    records.append(json.loads(line))
-        return [record for record in records if event in (None, record["event"])]
+        return [record for record in read_attempts(self._path) if event in (None, record["event"])]
 
     @property
     def newest_attempt(self) -> int:
@@ -59,10 +53,7 @@ class History:
             "event": "decision", "attempt": self.newest_attempt or None, "time": time.time(), "step": self.saved_step,
             "what": what,
         }  # fmt: skip
-        # A line that a kill has torn must not take this one with it.
-        torn = self._path.exists() and self._path.read_bytes()[-1:] not in (b"", b"\n")
-        append_file(self._path, (("\n" if torn else "") + json.dumps(record | details) + "\n").encode())
-        sync_file(self._path)
+        append_record(self._path, record | details)
 
     def requeues_without_progress(self) -> int:
         """Requeues decided since there was another newest checkpoint."""
@@ -84,9 +75,7 @@ class History:
 
         A last save waits for the one that is under way. None before the first checkpoint.
         """
-        path = self.folder / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        figures = [json.loads(line) for line in lines if line.endswith("}")]
+        figures = read_metrics(self.folder / "metrics.jsonl")
         speeds = [line["train/tokens_per_second"] for line in figures if line.get("train/tokens_per_second")][-100:]
         saves = [line["time/checkpoint_seconds"] for line in figures if line.get("time/checkpoint_seconds")]
         return tokens_per_step / min(speeds) + 2 * max(saves) if speeds and saves else None

@@ -105,8 +105,14 @@ class Attempt:
             )
 
     def _append(self, record: dict[str, Any]) -> None:
-        append_file(self._path, (json.dumps(record) + "\n").encode())
-        sync_file(self._path)
+        append_record(self._path, record)
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Add a line to attempts.jsonl, apart from one that a kill has torn, and bring it to the disk."""
+    torn = _whole_lines(path)[1]
+    append_file(path, (b"\n" if torn else b"") + json.dumps(record).encode() + b"\n")
+    sync_file(path)
 
 
 def read_attempts(path: Path) -> list[dict[str, Any]]:

@@ -7,9 +7,7 @@ Each file is replaced in one step: a kill at any moment leaves the old file or t
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from google.protobuf.message import DecodeError
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
@@ -17,7 +15,6 @@ from tensorboard.compat.proto.event_pb2 import Event
 
 from mesatron.files import replace_file
 
-LONGEST_LINE_BYTES = 1 << 20
 # TFRecord framing: 8 bytes length and 4 bytes checksum before each record, 4 bytes checksum after it.
 _FRAME_BYTES = 8 + 4, 4
 
@@ -25,20 +22,6 @@ _FRAME_BYTES = 8 + 4, 4
 def cut_metrics(path: Path, last_step: int) -> None:
     """Remove the lines of steps after `last_step`, and torn lines, from a metrics.jsonl that may not exist yet."""
     _keep_pieces(path, _metric_lines(path), last_step)
-
-
-def last_metrics(path: Path) -> dict[str, Any] | None:
-    """The last whole line of a metrics.jsonl that may not exist yet."""
-    if not path.exists():
-        return None
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - LONGEST_LINE_BYTES))
-        lines = file.read().splitlines(keepends=True)
-    for line in reversed(lines):
-        with suppress(ValueError):
-            if line.endswith(b"\n"):
-                return json.loads(line)
-    return None
 
 
 def cut_events(path: Path, last_step: int) -> None:

@@ -143,9 +143,9 @@ class ZeroEngine:
 
     def _count_sources(self, losses: Tensor, sources: Tensor) -> None:
         """Add a micro-batch's losses, [B, T] like the source numbers of its targets, to `source_losses`."""
-        sources = sources.to(self.device)
-        for number in range(len(self.source_losses)):
-            self.source_losses[number] += (losses.detach() * (sources == number)).sum()
+        numbers = torch.arange(len(self.source_losses), device=self.device)
+        belongs = numbers[:, None] == sources.to(self.device).flatten()
+        self.source_losses += belongs.to(losses.dtype) @ losses.detach().flatten()
 
     def backward(self, loss_sum: Tensor, global_targets: float, last: bool) -> None:
         """Add the gradients of this process's `loss_sum` / `global_targets`; `last` ends the accumulation.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mesatron.checkpoint.format import step_name
+from mesatron.monitor.metrics import read_metrics
 from mesatron.prove.layouts import Case
 from mesatron.prove.worlds import WorldFailed, run_world
 
@@ -101,7 +101,7 @@ class Prover:
         run = self.folder / "runs/proof"
         shutil.rmtree(run, ignore_errors=True)
         run_world(self.context, case.processes, ["train", str(self.config), *case.overrides], self.folder)
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines = read_metrics(run / "metrics.jsonl")
         checksums, losses, norms, validation = (
             [line[tag] for line in lines if tag in line]
             for tag in ("data/samples_checksum", "train/loss", "train/grad_norm", "validation/loss")

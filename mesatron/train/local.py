@@ -8,15 +8,13 @@ attempt is a state of the run, which can go on from it in the same layout.
 from __future__ import annotations
 
 import secrets
-import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mesatron.checkpoint.format import set_aside
 from mesatron.checkpoint.reader import CheckpointReader
-from mesatron.checkpoint.retention import remove_leftovers
+from mesatron.checkpoint.retention import remove, remove_leftovers
 from mesatron.checkpoint.tensors import Fragment, TensorSpec
 from mesatron.checkpoint.verify import CheckpointInfo, find_damage, list_checkpoints
 from mesatron.config import Config, changed_keys, load_config
@@ -108,7 +106,7 @@ def drop_local(config: Config, world: World, first_step: int, attempt: str) -> N
     root = _root(config, world, make=False)
     for info in list_checkpoints(root) if root else []:
         if info.step >= first_step:
-            shutil.rmtree(set_aside(info.path, ".trash", attempt))
+            remove(info.path, attempt)
 
 
 def _root(config: Config, world: World, make: bool) -> Path | None:

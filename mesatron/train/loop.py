@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import signal
-import sys
 import time
 from collections import deque
 from contextlib import ExitStack
@@ -22,20 +20,14 @@ from torch import Tensor
 
 from mesatron.config import Config, accumulation_steps, data_parallel_size, dump_config
 from mesatron.errors import (
-    REPORTED,
     CheckpointError,
     FencedError,
-    MemoryExhaustedError,
     MesatronError,
     NonFiniteError,
-    PeerLostError,
-    StoppedEarly,
-    unusable_path,
 )
 from mesatron.evaluate.perplexity import measure
 from mesatron.kernel_choice import choose_kernels, with_kernels
 from mesatron.metrics import perplexity
-from mesatron.model import fused
 from mesatron.monitor.progress import Log, Progress, Reading
 from mesatron.monitor.stragglers import Stragglers
 from mesatron.monitor.writer import Monitor
@@ -43,8 +35,11 @@ from mesatron.parallel import distributed
 from mesatron.parallel.distributed import World
 from mesatron.parallel.engine import build_engine
 from mesatron.parallel.layout import lay_out
+from mesatron.train.announcement import announcement
 from mesatron.train.data import open_data
 from mesatron.train.environment import describe_environment
+from mesatron.train.faults import as_reported, stopped
+from mesatron.train.figures import by_source, checksum, count_sources, observe, peak_memory
 from mesatron.train.local import drop_local, find_local, make_local_saver
 from mesatron.train.nonfinite import dump_first_bad_layer
 from mesatron.train.run import ResumePoint, Run
@@ -77,7 +72,7 @@ def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow
         stacks = config.run_folder / "stacks" / f"{start.attempt}-rank-{world.rank}.txt"
         watchdog = Watchdog(config.train.watchdog_seconds, stacks, run.close)
         if stop_at_step and start.step >= stop_at_step and start.step < config.train.steps and not start.local:
-            raise world.raised_by_all(_stopped(start.step, config))
+            raise world.raised_by_all(stopped(start.step, config))
         if start.step < config.train.steps:
             own = local.path if local and start.local else start.checkpoint
             Trainer(config, world, run, watchdog, start, own, environment, allow_changes).train(stop_at_step)
@@ -86,7 +81,7 @@ def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal and a launcher may both have sent it
-        fault = _as_reported(error, config, world)
+        fault = as_reported(error, config, world)
         unforeseen = 130 if isinstance(error, KeyboardInterrupt) else 1
         reason, exit_code = str(fault) or type(fault).__name__, getattr(fault, "exit_code", unforeseen)
         together = getattr(fault, "in_all_processes", False)
@@ -149,7 +144,7 @@ class Trainer:
             self._train_from_start(last_step)
         if self.step < self.config.train.steps:
             error = self.run.stop.error(self.ending, self.step, self.config) if self.ending else None
-            raise self.world.raised_by_all(error or _stopped(self.step, self.config))
+            raise self.world.raised_by_all(error or stopped(self.step, self.config))
 
     def _train_from_start(self, last_step: int) -> None:
         """Train from `self.start` to `last_step`, an agreed end or a spike."""
@@ -165,7 +160,10 @@ class Trainer:
                 monitor = Monitor(self.config.run_folder, self.start.step, self.run.fence)
                 self.monitor = stack.enter_context(monitor)
                 self.progress = stack.enter_context(Progress(self.config.train.steps, self.start.step))
-                self._announce()
+                for line in announcement(
+                    self.config, self.start, self.kernels, self.layout, self.accumulation_steps, self.stream
+                ):
+                    self.progress.say(line)
             hooks = Hooks(fence=self.run.fence, say=self._say, alive=self.watchdog.tick)
             saving = self.config, self.world, self.engine, self.start.attempt, hooks
             self.saver = stack.enter_context(make_saver(*saving))
@@ -236,8 +234,8 @@ class Trainer:
             batch = self._next_batch()
         micro_batches = [self.layout.piece(part) for part in batch.split(self.config.train.micro_batch_size)]
         own_targets = float(sum((part.targets != IGNORED_TARGET).sum() for part in micro_batches))
-        own_checksum = _checksum(batch.sample_ids) / self.layout.context.size
-        targets, checksum, loss_sum_before, failed, *votes = self.layout.sum(
+        own_checksum = checksum(batch.sample_ids) / self.layout.context.size
+        targets, samples_checksum, loss_sum_before, failed, *votes = self.layout.sum(
             own_targets, own_checksum, self.own_loss_sum, from_all=[float(self.saver.failed), *self.run.stop.votes()]
         )
         if failed:
@@ -264,32 +262,24 @@ class Trainer:
             phases = self.timer.read()
             own_seconds = [0.0] * self.world.size
             own_seconds[self.world.rank] = phases["data"] + phases["forward"]
-            global_loss_sum, *seconds = self.layout.sum(self.own_loss_sum, from_all=own_seconds)
-            observed = self._observe()
-            observed[0].update(self._by_source(micro_batches))
+            names = self.manifest.sources
+            global_loss_sum, *sums = self.layout.sum(
+                self.own_loss_sum, *self.engine.source_losses.tolist(), *count_sources(micro_batches, len(names)),
+                from_all=own_seconds,
+            )  # fmt: skip
+            observed, distributions = observe(
+                self.engine, self.layout, self._due(self.config.monitor.histogram_every_steps)
+            )
             if self.world.is_first:
+                losses, counts, seconds = sums[: len(names)], sums[len(names) : 2 * len(names)], sums[2 * len(names) :]
                 lag, slow = self.stragglers.note(seconds)
+                observed |= by_source(names, losses, counts, self.stream.shares) | lag
                 self._log(
-                    global_loss_sum / targets, lr, result.grad_norm, checksum, phases, lag | observed[0], observed[1]
+                    global_loss_sum / targets, lr, result.grad_norm, samples_checksum, phases, observed, distributions
                 )
                 for line in slow:
                     self._say(f"step {self.step}: {line}")
         return True
-
-    def _by_source(self, micro_batches: list[Batch]) -> dict[str, float]:
-        """The step's loss by source, and the share of its tokens that each source has and should have."""
-        sources = self.manifest.sources
-        present = torch.cat([part.sources[part.targets != IGNORED_TARGET] for part in micro_batches]).long()
-        counts = torch.bincount(present, minlength=len(sources))
-        totals = self.layout.sum(*self.engine.source_losses.tolist(), *counts.tolist())
-        losses, tokens = totals[: len(sources)], totals[len(sources) :]
-        scalars: dict[str, float] = {}
-        for name, loss, count in zip(sources, losses, tokens, strict=True):
-            if count:
-                scalars[f"train/loss_by_source/{name}"] = loss / count
-            scalars[f"mixture/achieved/{name}"] = count / sum(tokens)
-            scalars[f"mixture/asked/{name}"] = self.stream.shares.get(name, 0.0)
-        return scalars
 
     def _count_skipped(self, applied: bool, micro_batches: list[Batch], targets: float) -> None:
         if applied:
@@ -431,45 +421,8 @@ class Trainer:
         self._say(f"step {self.step}: {what}")
         self.run.decide(self.step, what)
 
-    def _announce(self) -> None:
-        """What this attempt does, before the first step."""
-        config, train, saves = self.config, self.config.train, self.config.checkpoint
-        where = f"continues {self.start.checkpoint}" if self.start.checkpoint else "starts from seed " + str(train.seed)
-        for line in [
-            f"run        {config.run_folder} ({where}; {self.start.attempt})",
-            *(f"note       {note}" for note in self.start.notes),
-            f"model      {config.model.mixer}, {config.model.parameter_count():,} parameters, {train.precision}",
-            f"kernels    {self.kernels.implementation} ({self.kernels.reason}); around it "
-            f"{fused.form(config.model.implementation, self.world.device)}",
-            f"processes  {self.world.size} on {self.world.device.type}, ZeRO-{config.parallel.zero_stage}",
-            f"layout     {self.layout.describe()}",
-            f"batch      {train.global_batch_size} sequences = {train.micro_batch_size} x {self.accumulation_steps} "
-            f"accumulation x {self.layout.data.size} data-parallel; {config.tokens_per_step:,} tokens per step",
-            f"data       {config.data.folder}, {self.stream.steps_per_epoch} steps per epoch, "
-            f"{self.stream.dropped_samples} sequences left over",
-            f"steps      {self.step} of {train.steps} done, checkpoint every {saves.every_steps}"
-            f"{f', on the nodes every {saves.local_every_steps}' if saves.local_folder else ''}",
-        ]:
-            self.progress.say(line)
-
-    def _observe(self) -> tuple[dict[str, float], dict[str, Tensor]]:
-        """What the mixers saw, of every layer in the first process that holds it; complete in the first process.
-
-        Scalars, and tensors to show as histograms, which are empty in steps that show none.
-        """
-        leads = self.layout.tensor.rank == 0 and self.layout.copies.rank == 0
-        scalars, distributions = self.engine.observed() if leads else ({}, {})
-        if not self._due(self.config.monitor.histogram_every_steps):
-            distributions = {}
-        if self.layout.pipeline.size > 1:
-            for other_scalars, others in self.world.gather(
-                (scalars, {tag: x.cpu() for tag, x in distributions.items()})
-            ):
-                scalars, distributions = scalars | other_scalars, distributions | others
-        return scalars, distributions
-
     def _log(
-        self, loss: float, lr: float, grad_norm: float, checksum: float, phases: dict[str, float],
+        self, loss: float, lr: float, grad_norm: float, samples_checksum: float, phases: dict[str, float],
         observed: dict[str, float], distributions: dict[str, Tensor],
     ) -> None:  # fmt: skip
         """The step's figures, to TensorBoard, metrics.jsonl and the terminal."""
@@ -483,8 +436,8 @@ class Trainer:
             "train/tokens": float(self.tokens_seen),
             "train/tokens_per_second": tokens_per_second,
             "train/skipped_steps": float(self.skipped_steps),
-            "data/samples_checksum": checksum,
-            "memory/peak_bytes": self._peak_memory(),
+            "data/samples_checksum": samples_checksum,
+            "memory/peak_bytes": peak_memory(self.world.device),
         }
         if self.config.train.spike_sigma:
             scalars["train/rewinds"] = float(len(self.start.skipped.rewinds))
@@ -497,45 +450,8 @@ class Trainer:
         self.progress.update(Reading(self.step, loss, lr, grad_norm, tokens_per_second, data_share))
         self.logged_step, self.seconds_since_log = self.step, 0.0
 
-    def _peak_memory(self) -> float:
-        """Bytes: of the GPU, or of this process where there is none."""
-        if self.world.device.type == "cuda":
-            return float(torch.cuda.max_memory_allocated())
-        unit = 1 if sys.platform == "darwin" else 1024
-        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-
 
 def _batch_number(stream: TrainStream) -> int:
     """The global batch that `stream` hands out next, counted from 0 over all epochs."""
     position = stream.state_dict()
     return position["epoch"] * stream.steps_per_epoch + position["step_in_epoch"]
-
-
-def _checksum(sample_ids: Tensor) -> float:
-    """A number that tells sets of sequences apart whatever their order; sums over processes stay exact in float64."""
-    mixed = (sample_ids.long() + 1) * 0x9E3779B1 % 2**32
-    return float((mixed * mixed % 2**36).sum())
-
-
-def _stopped(step: int, config: Config) -> StoppedEarly:
-    return StoppedEarly(
-        f"Stopped as asked after step {step} of {config.train.steps}, which is saved; "
-        "the same command without --stop-at-step goes on from there."
-    )
-
-
-def _as_reported(error: BaseException, config: Config, world: World) -> BaseException:
-    """The fault to report for an error of a library; any other is itself."""
-    if distributed.is_lost_peer(error):  # first: it may look like a fault of the data that were being opened
-        return PeerLostError(f"another process than rank {world.rank} ended")
-    if isinstance(error, REPORTED):
-        return error
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-        return MemoryExhaustedError(
-            f"{config.train.micro_batch_size} sequences of {config.data.context_length} tokens at a time (or "
-            f"{config.evaluate.micro_batch_size} in validation) do not fit into the memory of {world.device}; lower "
-            "train.micro_batch_size or evaluate.micro_batch_size, or raise parallel.zero_stage."
-        )
-    if isinstance(error, OSError) and error.filename is not None:
-        return unusable_path(error)
-    return error

@@ -5,21 +5,20 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mesatron.checkpoint.format import LATEST, set_aside
-from mesatron.checkpoint.retention import remove_leftovers
+from mesatron.checkpoint.format import LATEST, point_latest, set_aside
+from mesatron.checkpoint.retention import remove, remove_leftovers
 from mesatron.checkpoint.verify import CheckpointInfo, find_latest, list_checkpoints
 from mesatron.config import Config, changed_keys, dump_config, load_config
-from mesatron.errors import CheckpointError, ConfigError, LossSpikeError, PreemptedError, StoppedEarly
+from mesatron.errors import ENDED_AFTER_SAVING, CheckpointError, ConfigError, LossSpikeError
 from mesatron.files import replace_file
 from mesatron.monitor.attempts import Attempt, read_attempts
 from mesatron.monitor.goodput import Goodput, Ledger, account
-from mesatron.monitor.records import last_metrics
+from mesatron.monitor.metrics import last_metrics
 from mesatron.train.spikes import SKIPPED_FILE, Rewind, Skipped
 from mesatron.train.stop import StopFlag
 
@@ -146,9 +145,12 @@ class Run:
         checkpoints = self.folder / "checkpoints"
         for info in list_checkpoints(checkpoints):
             if info.step >= spike.first_step - 1 and info.path.name.startswith("step-"):
-                shutil.rmtree(set_aside(info.path, ".trash", attempt))
-        (checkpoints / LATEST).unlink(missing_ok=True)
+                remove(info.path, attempt)
         latest, _ = find_latest(checkpoints)
+        if latest:
+            point_latest(checkpoints, latest.path.name)
+        else:
+            (checkpoints / LATEST).unlink(missing_ok=True)
         spike.to_step = latest.step if latest else 0
         skipped.add(self.folder, spike)
         decision = (
@@ -193,7 +195,7 @@ class Run:
         """Log how the attempt ended and let go of the folder."""
         if self.attempt is not None:
             self.attempt.end(reason, exit_code, self.ledger.read() if self._was_ready else {})
-            if exit_code in (0, StoppedEarly.exit_code, PreemptedError.exit_code):
+            if exit_code in ENDED_AFTER_SAVING:
                 self.stop.honoured()
             self.attempt = None
         if self._lock is not None:

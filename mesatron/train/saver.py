@@ -109,10 +109,11 @@ class Saver:
         All processes call it together. When the save before is still under way this waits for it and says so.
         Raises what made that one fail, as `finish` does.
         """
+        called = time.perf_counter()
         self.finish(awaited_by=step)
         begin = time.perf_counter()
         snapshot = Snapshot(step, [*self._host.take(self._live()), *others], state, texts)
-        self._writing = Writing(self, snapshot, begin)
+        self._writing = Writing(self, snapshot, called, begin)
         if not self.settings.asynchronous:
             self.finish()
 
@@ -171,7 +172,7 @@ class Saver:
 class Writing(threading.Thread):
     """A save under way, from construction on. path: its checkpoint, once that counts. progress: counts what gets on."""
 
-    def __init__(self, saver: Saver, snapshot: Snapshot, begin: float) -> None:
+    def __init__(self, saver: Saver, snapshot: Snapshot, called: float, begin: float) -> None:
         super().__init__(daemon=True)
         world = saver.world
         self.step, self.seconds, self.progress = snapshot.step, 0.0, 0
@@ -184,7 +185,7 @@ class Writing(threading.Thread):
         )
         self._error: BaseException | None = None
         self._abandoned = False
-        self.stall_seconds = time.perf_counter() - begin
+        self.stall_seconds = time.perf_counter() - called  # with the wait for the save before
         self.start()
 
     def run(self) -> None:

@@ -57,7 +57,9 @@ def whole_weights(engine: ZeroEngine, world: World, prefixes: tuple[str, ...]) -
     shapes = engine.shapes()
     weights: dict[str, Tensor] = {}
     for name, stretches, values in [piece for share in world.from_first(lambda: shares) for piece in share]:
-        flat = weights.setdefault(name, torch.zeros(shapes[name])).view(-1)
+        if name not in weights:
+            weights[name] = torch.zeros(shapes[name])
+        flat = weights[name].view(-1)
         for there, here, count in stretches:
             flat[there : there + count] = values[here : here + count]
     return weights

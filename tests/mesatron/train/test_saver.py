@@ -98,7 +98,6 @@ def test_a_failed_write_ends_the_run_at_the_next_step(tmp_path: Path) -> None:
     """The kernel refuses to let files grow, as a full disk would; what there was before stays."""
     child = os.fork()
     if child == 0:
-        torch.set_num_threads(1)  # the other threads of a pool did not come along
         state = State(tmp_path, size=100_000)
         try:
             with state.saver:

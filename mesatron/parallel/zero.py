@@ -190,6 +190,7 @@ class ZeroEngine:
         """
         for name, parameter in self.parameters.items():
             if self._saves(name):
+                self.alive()
                 for kind in KINDS:
                     yield kind, name, *self._own(parameter, kind, self.layout.copies.size)
 

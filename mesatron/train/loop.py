@@ -79,6 +79,8 @@ def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow
         elif world.is_first:
             Log().print(f"{config.run_folder} is complete: step {start.step} of {config.train.steps} is saved.")
     except BaseException as error:
+        if watchdog:
+            watchdog.leave_end_to_it()
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal and a launcher may both have sent it
         fault = as_reported(error, config, world)

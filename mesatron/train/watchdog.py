@@ -32,7 +32,7 @@ class Watchdog:
     def __init__(self, limit_seconds: float, path: Path, end: Callable[[str, int], None]) -> None:
         self._limit_seconds, self._path, self._end = limit_seconds, path, end
         self._phase, self._patience, self._signs = "starting", limit_seconds, 0
-        self._closed = threading.Event()
+        self._closed, self._given_up = threading.Event(), threading.Event()
         if limit_seconds:
             threading.Thread(target=self._watch, daemon=True).start()
 
@@ -44,6 +44,11 @@ class Watchdog:
     def tick(self) -> None:
         """The phase goes on."""
         self._signs += 1
+
+    def leave_end_to_it(self) -> None:
+        """Never return once this process has been given up: a fault after that comes from peers who have left."""
+        if self._given_up.is_set():
+            threading.Event().wait()
 
     def close(self) -> None:
         """Watch no longer."""
@@ -62,6 +67,7 @@ class Watchdog:
                 self._give_up()
 
     def _give_up(self) -> None:
+        self._given_up.set()
         # The file system may be what hangs.
         timer = threading.Timer(WRITING_SECONDS, os._exit, (HungError.exit_code,))
         timer.daemon = True

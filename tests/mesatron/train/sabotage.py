@@ -12,7 +12,7 @@ signal=7    the last process sends itself SIGUSR1, SIGTERM and SIGUSR1 while it 
             instead of a step: rehearse, validate or save, at the beginning of the first one
 wait=7      the first process waits for a line on its standard input before step 7
 hang=7      the last process waits for something that never comes while it works on step 7
-slow=N      each batch takes N tenths of a second longer, the rehearsal 5 N and each tensor saved or restored N / 10
+slow=N      each batch takes N tenths of a second longer, the rehearsal 5 N and each tensor saved or restored N / 20
 garbage=40,41  the tokens of these global batches, counted from 0, are those that are rare elsewhere
 lag=N       every block takes the last process N hundredths of a second longer
 request=7   a file that asks to stop appears in the run folder in step 7
@@ -150,9 +150,9 @@ def work(times: float) -> None:
 
 
 def slowly(function: Callable, times: float) -> Callable:
-    def slow(*arguments: object) -> object:
+    def slow(*arguments: object, **options: object) -> object:
         work(times)
-        return function(*arguments)
+        return function(*arguments, **options)
 
     return slow
 
@@ -172,7 +172,7 @@ if fault == "garbage":
 if fault == "lag":
     Block.forward = lagging(Block.forward)
 if fault == "slow":
-    ZeroEngine.losses, ZeroEngine._part = slowly(ZeroEngine.losses, 1), slowly(ZeroEngine._part, 0.1)
+    ZeroEngine.losses, ZeroEngine._own = slowly(ZeroEngine.losses, 1), slowly(ZeroEngine._own, 0.05)
 if fault == "signal" and not steps:
     setattr(Trainer, f"_{value}", with_signals(getattr(Trainer, f"_{value}")))
 program = Path(mesatron.__file__).with_name("__main__.py")

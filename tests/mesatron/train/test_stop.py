@@ -84,7 +84,8 @@ def test_an_attempt_that_has_lost_the_folder_writes_nothing_more(
     """The lock holds on one machine. Removing its file stands for a network file system on which it does not."""
     whole = odd_config(tmp_path / "whole", short_data, **{"train.steps": 9})
     assert train(1, whole).exit_code == 0
-    config = odd_config(tmp_path / "run", short_data, **{"train.steps": 9, "checkpoint.every_steps": 2})
+    settings = {"train.steps": 9, "checkpoint.every_steps": 2, "checkpoint.asynchronous": False}
+    config = odd_config(tmp_path / "run", short_data, **settings)
     run = run_of(config)
     command = [sys.executable, str(SABOTAGE), "wait=5", "train", str(config)]
     with subprocess.Popen(

@@ -291,6 +291,7 @@ class Trainer:
         self.skipped_in_a_row += 1
         what = f"the gradient is not finite, so the update is skipped ({self.skipped_steps} so far)"
         if self.config.train.dump_nonfinite and self.skipped_in_a_row == 1:
+            self.world.from_first(self.run.fence)
             what += "; " + dump_first_bad_layer(
                 self.engine, self.layout, self.config, micro_batches, targets, self.step, self.watchdog.tick
             )

@@ -4,12 +4,13 @@ Compared are all weights and moments of the last step (bit for bit) and the poin
 process, shared memory or temporary file may be left on any node.
 """
 
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slurm_training import Training
+from slurm_training import Training, environment
 
 Make = Callable[..., Training]
 
@@ -42,6 +43,57 @@ def test_the_clusters_signal_a_killed_rank_and_a_crashed_node(training: Make, un
         "requeue (it failed or was killed)",
         "node n1 failed: a process there ended without a word",
     ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("signal_name", ["USR2", "HUP", "TERM"])
+def test_another_signal_of_the_cluster(training: Make, untouched: Training, signal_name: str) -> None:
+    run = training("run", **{"launch.stop_signal": signal_name})
+    run.launch("--cpus-per-task=2")
+    assert f"#SBATCH --signal=B:{signal_name}@" in (run.folder / "launch/train.sbatch").read_text()
+    run.wait_for_step(7)
+    run.cluster.slurm("scancel", "--batch", f"--signal={signal_name}", run.job)
+    run.finish()
+    run.check_equals(untouched)
+    assert [end["exit_code"] for end in run.records("end")] == [76, 0]
+    assert run.decisions() == ["requeue (stopped on the cluster's request)"]
+
+
+SLOW_DISK = """
+import os, time
+from pathlib import Path
+
+fsync = os.fsync
+
+def slow_fsync(descriptor):
+    if "/optimizer" in os.readlink(f"/proc/self/fd/{descriptor}"):
+        time.sleep(float(Path(__file__).with_name("seconds").read_text()))
+    fsync(descriptor)
+
+os.fsync = slow_fsync
+"""
+
+
+@pytest.mark.long
+def test_a_save_of_90_seconds(training: Make, tmp_path: Path) -> None:
+    """Neither torchrun's 30 s nor Slurm's 10 s after a TERM cut it: the signal goes to the batch script alone."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (disk / "sitecustomize.py").write_text(SLOW_DISK)
+    (disk / "seconds").write_text("90")
+    run = training("run", **{"train.steps": 9000, "checkpoint.every_steps": 3000, "evaluate.every_steps": 9000})
+    run.submit(variables={"PYTHONPATH": f"{disk}:{environment(run.temporary)['PYTHONPATH']}"})
+    run.wait_for_step(7)
+    run.cluster.slurm("scancel", "--batch", "--signal=USR1", run.job)
+    run.cluster.wait_for(lambda: run.records("end"), 240, "the first attempt to end")
+    (disk / "seconds").write_text("0")
+    assert run.records("end")[0]["exit_code"] == 76
+    run.wait_for_step(run.step() + 5, start=2)
+    saved = run.records("start")[1]["resumed_from"]
+    assert saved >= 7
+    assert re.search(rf"step {saved}: saved .* in (9|1\d)\d\.\d s", run.text())
+    run.verb("launch", "stop", str(run.folder))
+    run.finish(code=75)
 
 
 @pytest.mark.long

@@ -10,7 +10,8 @@ still=7     step 7 changes nothing, so that what is saved after it is what was r
 memory=N    N bytes more than at the start of the rehearsal is all the memory there is
 signal=7    the last process sends itself SIGUSR1, SIGTERM and SIGUSR1 while it works on step 7;
             instead of a step: rehearse, validate or save, at the beginning of the first one
-wait=7      the first process waits for a line on its standard input before step 7
+wait=7      the first process waits for a line on its standard input before step 7; with wait=7,weight
+            within it, in which that weight is so large
 hang=7      the last process waits for something that never comes while it works on step 7
 slow=N      each batch takes N tenths of a second longer, the rehearsal 5 N and each tensor saved or restored N / 20
 garbage=40,41  the tokens of these global batches, counted from 0, are those that are rare elsewhere
@@ -96,11 +97,11 @@ class SpoiltGradient(torch.autograd.Function):
 
 def sabotaged_step(trainer: Trainer) -> bool:
     now["step"] = trainer.step + 1
-    if fault == "wait" and now["step"] in steps and trainer.world.is_first:
+    if value.isdecimal() and fault == "wait" and now["step"] in steps and trainer.world.is_first:
         sys.stdin.readline()
     if fault == "request" and now["step"] in steps and trainer.world.is_first:
         (trainer.config.run_folder / REQUEST_FILE).write_text('{"reason": "enough", "code": 75}')
-    if fault == "weight" and now["step"] in steps:
+    if "weight" in (fault, value.partition(",")[2]) and now["step"] in steps:
         kept = {(kind, name): own.clone() for kind, name, own in trainer.engine.kept()}
         for place in kept.keys() & {("weight", "blocks.1.mlp.down.weight")}:
             kept[place].fill_(3e38)
@@ -120,6 +121,8 @@ def sabotaged_step(trainer: Trainer) -> bool:
 
 def sabotaged_backward(engine: ZeroEngine, loss_sum, global_targets, last) -> None:
     spoilt = fault == "inf" and now["step"] in steps and engine.layout.world.rank == engine.layout.world.size - 1
+    if fault == "wait" and not value.isdecimal() and now["step"] in steps:
+        sys.stdin.readline()
     backward(engine, loss_sum * float("inf") if spoilt else loss_sum, global_targets, last)
     if fault == "kill" and now["step"] in steps:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mesatron.errors import PreemptedError, StoppedEarly
 from mesatron.files import replace_file
+from mesatron.monitor.attempts import read_attempts
 from mesatron.train.stop import REQUEST_FILE
 
 FOR_CLUSTER, FOR_USER = PreemptedError.exit_code, StoppedEarly.exit_code
@@ -16,7 +17,13 @@ FOR_CLUSTER, FOR_USER = PreemptedError.exit_code, StoppedEarly.exit_code
 def request_stop(run_folder: Path, reason: str, code: int, attempt_at_most: int) -> None:
     """Ask the training in `run_folder` to save at its next step and end with `code`.
 
-    A later attempt than `attempt_at_most` does not heed it. Raises DiskFullError.
+    A later attempt than `attempt_at_most` does not heed it. Nothing is asked once that attempt has ended or another has
+    come after it: on a node that the network had lost, a script may learn late that its job is over. Raises
+    DiskFullError.
     """
+    for record in read_attempts(run_folder / "attempts.jsonl"):
+        ended = record["event"] == "end" and record["attempt"] == attempt_at_most
+        if ended or record["attempt"] > attempt_at_most:
+            return
     request = {"reason": reason, "code": code, "attempt_at_most": attempt_at_most}
     replace_file(run_folder / REQUEST_FILE, [json.dumps(request).encode()])

@@ -145,7 +145,11 @@ class Training:
     def check_no_process(self) -> None:
         """Nothing runs on any host, or does not for long."""
         for host in self.cluster.nodes:
-            self.cluster.wait_for(lambda host=host: not self.cluster.processes(host), 60, f"{host} to be empty")
+            try:
+                self.cluster.wait_for(lambda host=host: not self.cluster.processes(host), 60, f"{host} to be empty")
+            except TimeoutError as error:
+                left = "; ".join(" ".join(process.cmdline()) for process in self.cluster.processes(host))
+                raise TimeoutError(f"{error}: {left}") from None
 
     def check_nothing_left(self) -> None:
         """No process on any host, shared memory, temporary file or note of the job's start."""

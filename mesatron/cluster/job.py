@@ -14,7 +14,7 @@ from mesatron.cluster.network import endpoint, free_port, source_address
 from mesatron.cluster.request import FOR_CLUSTER
 from mesatron.cluster.words import LastWords, forget
 from mesatron.config import Config, accumulation_steps, data_parallel_size
-from mesatron.errors import ConfigError, PeerLostError, UnfitError
+from mesatron.errors import ConfigError, FencedError, PeerLostError, UnfitError
 from mesatron.files import replace_file
 
 LAUNCH_FOLDER = "launch"
@@ -63,15 +63,14 @@ def begin(config: Config) -> dict[str, str]:
         history.decide(f"requeue: {', '.join(excluded)} failed {FAILURES_OF_A_NODE} times and is excluded")
         scheduler.requeue(job, excluded)
         raise UnfitError(f"Job {job} was given {', '.join(excluded)} again, and is queued again without.")
-    identity = f"{job}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
-    words = launch / f"words-{identity}"
+    words = launch / _words_name()
     words.mkdir(exist_ok=True)
     note = Job(job, nodes, processes, history.newest_attempt + 1, str(words))
     replace_file(launch / JOB_FILE, [json.dumps(note.__dict__).encode()])
     threads = max(1, int(os.environ.get("SLURM_CPUS_ON_NODE", "1")) // processes)
     return {
-        "run_folder": str(folder), "attempt": str(note.attempt), "processes": str(processes),
-        "endpoint": endpoint(_meeting_address(nodes), free_port(int(job))), "identity": identity, "words": str(words),
+        "run_folder": str(folder), "attempt": str(note.attempt), "processes": str(processes), "identity": _identity(),
+        "endpoint": endpoint(_meeting_address(nodes), free_port(int(job))), "words": str(words),
         "threads": str(threads), "preflight_seconds": str(config.launch.preflight_seconds),
     }  # fmt: skip
 
@@ -80,11 +79,15 @@ def settle(config: Config) -> int:
     """In a job, after its training or preflight has ended: requeue it if that is worth while; returns the exit code.
 
     torchrun and srun answer 1 to every failure, and 0 to some; attempts.jsonl and the processes' last words know more.
+    Raises FencedError on a node that the network had lost while the job was started again elsewhere: queueing it again
+    from here would end that start.
     """
     folder = config.run_folder.absolute()
     history, note = History(folder), last_job(folder)
     if note is None:
         raise ConfigError(f"{folder} knows no job; `mesatron launch begin` comes first.")
+    if Path(note.words).name != _words_name():
+        raise FencedError(f"A later start of the job has taken over {folder}, so this one does not queue it again.")
     code = history.end_code(note.attempt)
     if code is None or code == LOST_PEER:
         code = LastWords.read(Path(note.words)).cause(LOST_PEER) or KILLED
@@ -115,6 +118,15 @@ def last_job(folder: Path) -> Job | None:
 def unfit_nodes(history: History) -> list[str]:
     """The nodes that the run should do without."""
     return sorted(node for node, times in history.failed_nodes().items() if times >= FAILURES_OF_A_NODE)
+
+
+def _identity() -> str:
+    """Of this start of this job, on whichever node and however late."""
+    return f"{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+
+
+def _words_name() -> str:
+    return f"words-{_identity()}"
 
 
 def _shape(config: Config) -> tuple[str, list[str], int]:

@@ -181,8 +181,9 @@ def test_a_node_that_fails_twice_is_left_out(training: Make, untouched: Training
 @pytest.mark.long
 @pytest.mark.parametrize("node", ["n1", "n2"])
 def test_an_unplugged_node(training: Make, untouched: Training, node: str) -> None:
-    """Its processes live on while the job starts again elsewhere; plugged in again, they must not have harmed it."""
-    run = training()
+    """Its processes live on while the job starts again elsewhere, until a watchdog ends them or Slurm does, and their
+    batch script goes on. They must not harm it."""
+    run = training("run", **{"train.watchdog_seconds": 20})
     run.submit()
     run.wait_for_step(7)
     run.cluster.unplug(node)

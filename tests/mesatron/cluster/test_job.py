@@ -1,0 +1,32 @@
+"""A start of a job settles its own affairs only; the rest of this module runs on the cluster of tests/slurm."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mesatron.cluster.job import JOB_FILE, LAUNCH_FOLDER, Job, settle
+from mesatron.config import load_config
+from mesatron.errors import ConfigError, FencedError
+
+
+def test_a_start_that_was_replaced_queues_nothing(
+    tmp_path: Path, tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its node was cut off; the job has been queued again and started elsewhere, under the same id."""
+    config = load_config(tiny_config(tmp_path))
+    launch = config.run_folder / LAUNCH_FOLDER
+    launch.mkdir(parents=True)
+    monkeypatch.setenv("SLURM_JOB_ID", "6")
+    monkeypatch.setenv("PATH", str(tmp_path))  # without Slurm's commands
+    for restarts in (1, 0):
+        note = Job("6", ["n2", "n3"], 1, 2, str(launch / f"words-6-{restarts}"))
+        (launch / JOB_FILE).write_text(json.dumps(note.__dict__))
+        if restarts:
+            with pytest.raises(FencedError, match="A later start of the job has taken over"):
+                settle(config)
+        else:
+            with pytest.raises(ConfigError, match="scontrol is not on PATH"):
+                settle(config)
+    assert not (config.run_folder / "attempts.jsonl").exists()

@@ -144,8 +144,8 @@ class NoisyRecall(InContextRecall):
 class FuzzyRecall(Task):
     """In-context recall whose keys and values are 1 to `motif` different tokens each; `length` tokens to read.
 
-    Keys of the test always have `motif` tokens, and every token of an answer is scored. The last of the vocabulary fills
-    the front of a sequence, and is never scored.
+    Keys of the test always have `motif` tokens, and every token of an answer is scored. The last of the vocabulary
+    fills the front of a sequence, and is never scored.
     """
 
     name = "fuzzy-recall"

@@ -26,7 +26,6 @@ def fit(
     tokens, targets = (torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in examples)
     order = torch.Generator().manual_seed(train.seed)
     optimizer = _optimizer(model, train)
-    model.train()
     step = 0
     while step < train.steps:
         losses = []
@@ -70,5 +69,4 @@ def accuracy(predict: Callable[[Tensor], Tensor], examples: Examples, batch_size
 
 def likeliest(model: Backbone, device: torch.device) -> Callable[[Tensor], Tensor]:
     """What a model says at every position of tokens [B, T]."""
-    model.eval()
     return lambda tokens: model.embedding(model.hidden(tokens.to(device))).argmax(-1)

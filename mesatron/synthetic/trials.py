@@ -149,10 +149,10 @@ def run(trial: Trial, report: Callable[[str], None]) -> dict[str, Any]:
         steps = fit(model, task.generate(task.examples, seed, "train"), train, device, epoch)
         test = task.generate(trial.test_examples, seed, "test")
         score = accuracy(likeliest(model, device), test, BATCH_SIZE)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError):
         raise MemoryExhaustedError(
-            f"{BATCH_SIZE} sequences of {task.length} tokens of {task.name} do not fit into the memory of {device} "
-            f"with mixer {trial.mixer}; lower --length, or leave the mixer or the task out."
+            f"{task.examples:,} examples of {task.name}, {BATCH_SIZE} of {task.length} tokens at a time, do not fit "
+            f"into the memory of {device} with mixer {trial.mixer}; lower --examples or --length."
         ) from None
     if steps < train.steps:
         report(f"{task.name} {trial.mixer}: a gradient was not finite at step {steps + 1:,}, which ended the training.")
@@ -181,7 +181,7 @@ def scores(outcomes: Iterable[tuple[Trial, dict[str, Any]]]) -> dict[str, dict[s
 
 
 def comparison(percent: dict[str, dict[str, float]]) -> list[tuple[str, ...]]:
-    """Rows of a table, headings first: each mixer of `scores`, and the paper's figures under it where it has some."""
+    """Rows of a table in percent, headings first: each mixer of `scores`, and the paper's figures under it if any."""
     tasks = [name for name in TASKS if any(name in row for row in percent.values())]
     rows = [("mixer", *tasks, "MAD average")]
     for mixer, figures in percent.items():
@@ -190,6 +190,18 @@ def comparison(percent: dict[str, dict[str, float]]) -> list[tuple[str, ...]]:
                 cells = [*(row.get(task) for task in tasks), average(row)]
                 rows.append((name, *("" if cell is None else f"{cell:.1f}" for cell in cells)))
     return rows
+
+
+def footnote(trials: Iterable[Trial], sweep: Sweep) -> str:
+    """What the figures of a table are of, which need not be what the paper's are of."""
+    seen = {(t.task.name, t.task.length, t.task.vocabulary_size, t.task.examples, t.epochs) for t in trials}
+    if sweep == "paper":
+        return "Both: mean over all settings of a task, by the best learning rate and decay of the paper's sweep."
+    ours = "; ".join(
+        f"{name} {length} tokens of {vocabulary}, {examples:,} examples, {epochs} epochs"
+        for name, length, vocabulary, examples, epochs in sorted(seen)
+    )
+    return f"The paper's: mean over all settings of a task, by the best of its sweep. Ours: {ours}; sweep {sweep}."
 
 
 def markdown(rows: list[tuple[str, ...]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +13,7 @@ from mesatron.errors import ConfigError
 from mesatron.terminal import table
 
 TABLE_FILE = "table.md"
+"""The table of the last call, beside the results."""
 
 
 def mad(
@@ -40,8 +42,11 @@ def mad(
 ) -> None:
     """Train small models on MAD's tasks and MQAR; what has been done before is not done again."""
     from mesatron.synthetic.tasks import TASKS
-    from mesatron.synthetic.trials import comparison, markdown, plan, results, scores
+    from mesatron.synthetic.trials import comparison, footnote, markdown, plan, results, scores
 
+    for option, value in {"--learning-rate": learning_rate, "--weight-decay": weight_decay}.items():
+        if not math.isfinite(value):
+            raise ConfigError(f"{option} is {value}; give a finite number.")
     chosen = list(TASKS) if tasks == "all" else _names("--tasks", tasks)
     for name in chosen:
         if name not in TASKS:
@@ -54,6 +59,7 @@ def mad(
         [TASKS[name](**changed) for name in chosen], _names("--mixers", mixers), sweep, epochs, test_examples,
         learning_rate, weight_decay, seed,
     )  # fmt: skip
+    output.mkdir(parents=True, exist_ok=True)
     outcomes = []
     for trial, result in results(trials, output, overwrite, lambda line: typer.echo(line, err=True)):
         outcomes.append((trial, result))
@@ -62,8 +68,10 @@ def mad(
             f"{result['seconds']:.0f} s  {trial.file(output)}"
         )
     rows = comparison(scores(outcomes))
+    note = footnote(trials, sweep)
     table(rows)
-    (output / TABLE_FILE).write_text(markdown(rows))
+    typer.echo(note)
+    (output / TABLE_FILE).write_text(f"{markdown(rows)}\n{note}\n")
 
 
 def _names(option: str, text: str) -> list[str]:

@@ -67,7 +67,7 @@ class Trial:
         except ValidationError as error:
             message = error.errors(include_url=False)[0]["msg"]
             raise ConfigError(
-                f"--mixers has {self.mixer!r}, but {message[0].lower()}{message[1:]} or {NO_MIXER!r}; choose of these."
+                f"--mixers has {self.mixer!r}: {message[0].lower()}{message[1:]} ({NO_MIXER} stands for no mixer)."
             ) from None
 
     def train(self) -> TrainConfig:

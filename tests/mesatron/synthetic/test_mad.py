@@ -205,8 +205,8 @@ def test_results_are_written_once_and_shown_beside_the_papers(tmp_path: Path) ->
         (("--tasks", "fuzy-recall"), "--tasks has 'fuzy-recall', which is no task; did you mean fuzzy-recall?"),
         (("--tasks", "7"), "--tasks has '7', which is no task; there are in-context-recall, "),
         (("--tasks", "mqar,,compression"), "--tasks is 'mqar,,compression', which has an empty name; "),
-        (("--mixers", "meesa"), "--mixers has 'meesa', but "),
-        (("--learning-rate", "nan"), "--learning-rate is nan; give a finite number."),
+        (("--mixers", "meesa"), "--mixers has 'meesa': "),
+        (("--learning-rate", "inf"), "--learning-rate is inf; give a finite number."),
         (("--weight-decay", "inf"), "--weight-decay is inf; give a finite number."),
     ],
 )

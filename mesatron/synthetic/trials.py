@@ -113,7 +113,7 @@ def results(
     for trial in trials:
         file = trial.file(folder)
         if file.exists() and not overwrite:
-            yield trial, _read(file)
+            yield trial, _read(trial, file)
             continue
         result = run(trial, report)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -121,14 +121,16 @@ def results(
         yield trial, result
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(trial: Trial, file: Path) -> dict[str, Any]:
     try:
         result = json.loads(file.read_text())
-        if isinstance(result["accuracy"], float):
+        if result["settings"] == trial.settings() and all(
+            isinstance(result[key], float) for key in ("accuracy", "seconds")
+        ):
             return result
     except (ValueError, TypeError, KeyError):
         pass
-    raise ConfigError(f"{file} is no result of a trial; remove it, or pass --overwrite to replace it.")
+    raise ConfigError(f"{file} is no result of its training; remove it, or pass --overwrite to replace it.")
 
 
 def run(trial: Trial, report: Callable[[str], None]) -> dict[str, Any]:

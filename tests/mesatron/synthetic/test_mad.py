@@ -193,9 +193,9 @@ def test_results_are_written_once_and_shown_beside_the_papers(tmp_path: Path) ->
     assert next(results([a_trial], tmp_path / "mad", False, print))[1]["accuracy"] == 0.125
     assert next(results([a_trial], tmp_path / "mad", True, print))[1]["accuracy"] == result["accuracy"]
     assert json.loads(files[0].read_text())["losses"] == result["losses"]
-    for broken in ("", "[]", '{"accuracy": "high"}'):
+    for broken in ("", "[]", '{"accuracy": 0.5}', json.dumps(result | {"accuracy": "high"})):
         files[0].write_text(broken)
-        with pytest.raises(ConfigError, match=r"is no result of a trial; remove it, or pass --overwrite"):
+        with pytest.raises(ConfigError, match=r"is no result of its training; remove it, or pass --overwrite"):
             next(results([a_trial], tmp_path / "mad", False, print))
 
 

@@ -209,8 +209,7 @@ def _motifs(
     draw: np.random.Generator, count: int, vocabulary: range, smallest: int, largest: int
 ) -> list[tuple[int, ...]]:
     """`count` tuples of `smallest` to `largest` different tokens each."""
-    order = draw.random((count, len(vocabulary))).argpartition(largest - 1, 1)[:, :largest]
-    motifs = draw.permuted(order, axis=1) + vocabulary.start
+    motifs = draw.random((count, len(vocabulary))).argsort(1)[:, :largest] + vocabulary.start
     sizes = draw.integers(smallest, largest + 1, count)
     return [tuple(motif[:size]) for motif, size in zip(motifs.tolist(), sizes.tolist(), strict=True)]
 

@@ -145,6 +145,16 @@ def test_recall_trains_on_every_next_token(task: Task) -> None:
             assert known[asked] == value
 
 
+def test_every_key_of_fuzzy_recall_is_as_likely() -> None:
+    task = FuzzyRecall(vocabulary_size=7, length=200, motif=2)
+    tokens, _ = task.generate(40, 0, "test")
+    keys = [
+        key for text in tokens.tolist() for _, key, _ in list(runs(task, [token for token in text if token != 6]))[:-1]
+    ]
+    for key in ((0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)):
+        assert keys.count(key) / len(keys) == pytest.approx(1 / 6, abs=0.03)
+
+
 def test_keys_of_fuzzy_recall_have_all_lengths_in_training() -> None:
     task = FuzzyRecall()
     tokens, _ = task.generate(COUNT, 0, "train")

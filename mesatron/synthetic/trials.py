@@ -188,7 +188,7 @@ def comparison(percent: dict[str, dict[str, float]]) -> list[tuple[str, ...]]:
     rows = [("mixer", *tasks, "MAD average")]
     for mixer, figures in percent.items():
         for name, row in ((mixer, figures), (f"{mixer}, paper", PAPER.get(mixer, {}))):
-            if row:
+            if row.keys() & set(tasks):
                 cells = [*(row.get(task) for task in tasks), average(row)]
                 rows.append((name, *("" if cell is None else f"{cell:.1f}" for cell in cells)))
     return rows

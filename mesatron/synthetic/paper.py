@@ -1,7 +1,15 @@
-"""The paper's accuracies on MAD in percent (arXiv 2506.05233, table 9), by the names that mixers and tasks have here.
+"""The paper on MAD (arXiv 2506.05233, table 9): how it trains and what it finds."""
 
-It gives one figure for in-context and noisy recall together, which stands for both.
-"""
+from typing import Literal
+
+Sweep = Literal["none", "optimizer", "paper"]
+"""One training of each task; one for each learning rate and decay of the paper's; those for every setting of a task."""
+
+MODEL = {"width": 128, "layers": 2, "heads": 8, "head_dim": 16}
+BATCH_SIZE = 32
+START_LR, FINAL_LR, WARMUP_STEPS = 1e-7, 1e-5, 750
+LEARNING_RATES = (3e-3, 1e-3, 5e-4, 1e-4)
+WEIGHT_DECAYS = (0.01, 0.1)
 
 _COLUMNS = ("fuzzy-recall", "memorisation", "selective-copying", "compression")
 _ROWS = {
@@ -15,10 +23,11 @@ _ROWS = {
     "hawk_mesa": (100.0, 30.2, 85.6, 99.6, 52.3),
     "transformer": (100.0, 48.6, 84.7, 96.0, 49.5),
 }
-PAPER = {
+ACCURACIES = {
     mixer: {"in-context-recall": recall, "noisy-recall": recall} | dict(zip(_COLUMNS, others, strict=True))
     for mixer, (recall, *others) in _ROWS.items()
 }
+"""Percent by the names that mixers and tasks have here; the paper's one figure for both plain recalls is at both."""
 
 
 def average(percent: dict[str, float]) -> float | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -20,20 +20,23 @@ from mesatron.errors import ConfigError, MemoryExhaustedError
 from mesatron.files import replace_file
 from mesatron.parallel.distributed import World
 from mesatron.synthetic.model import build
-from mesatron.synthetic.paper import PAPER, average
+from mesatron.synthetic.paper import (
+    ACCURACIES,
+    BATCH_SIZE,
+    FINAL_LR,
+    LEARNING_RATES,
+    MODEL,
+    START_LR,
+    WARMUP_STEPS,
+    WEIGHT_DECAYS,
+    Sweep,
+    average,
+)
 from mesatron.synthetic.tasks import TASKS, Task
 from mesatron.synthetic.training import accuracy, fit, likeliest
 from mesatron.train.environment import describe_environment
 
-Sweep = Literal["none", "optimizer", "paper"]
-"""One training of each task; one for each learning rate and decay of the paper's; those for every setting of a task."""
-
 NO_MIXER = "none"
-MODEL = {"width": 128, "layers": 2, "heads": 8, "head_dim": 16}
-BATCH_SIZE = 32
-START_LR, FINAL_LR, WARMUP_STEPS = 1e-7, 1e-5, 750
-LEARNING_RATES = (3e-3, 1e-3, 5e-4, 1e-4)
-WEIGHT_DECAYS = (0.01, 0.1)
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ def comparison(percent: dict[str, dict[str, float]]) -> list[tuple[str, ...]]:
     tasks = [name for name in TASKS if any(name in row for row in percent.values())]
     rows = [("mixer", *tasks, "MAD average")]
     for mixer, figures in percent.items():
-        for name, row in ((mixer, figures), (f"{mixer}, paper", PAPER.get(mixer, {}))):
+        for name, row in ((mixer, figures), (f"{mixer}, paper", ACCURACIES.get(mixer, {}))):
             if row.keys() & set(tasks):
                 cells = [*(row.get(task) for task in tasks), average(row)]
                 rows.append((name, *("" if cell is None else f"{cell:.1f}" for cell in cells)))

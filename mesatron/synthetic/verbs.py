@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from mesatron.errors import ConfigError
+from mesatron.synthetic.paper import Sweep
 from mesatron.terminal import table
 
 TABLE_FILE = "table.md"
@@ -25,7 +26,7 @@ def mad(
     ] = "mesa",
     tasks: Annotated[str, typer.Option(help="Comma-separated, or all: MAD's six and mqar.")] = "all",
     sweep: Annotated[
-        Literal["none", "optimizer", "paper"],
+        Sweep,
         typer.Option(
             help="optimizer: the paper's 4 learning rates x 2 decays; paper: these for every setting of each task."
         ),

@@ -13,7 +13,7 @@ from mesatron.errors import ConfigError
 from mesatron.synthetic.paper import Sweep
 from mesatron.terminal import table
 
-TABLE_FILE = "table.md"
+TABLE_FILE = "mad-table.md"
 """The table of the last call, beside the results."""
 
 

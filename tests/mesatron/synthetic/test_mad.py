@@ -81,14 +81,6 @@ def test_mesa_learns_to_recall_and_a_model_without_mixer_cannot() -> None:
         assert [step for step, _ in result["losses"]] == [50, 100]
 
 
-def test_mesa_learns_a_map_that_needs_the_token_before() -> None:
-    """The mark that asks for a value comes after the key, so that only a mixer sees both."""
-    task = Memorisation(vocabulary_size=16, length=8, examples=320)
-    found = {mixer: run(trial(task, mixer, epochs=10), lambda line: None)["accuracy"] for mixer in ("mesa", "none")}
-    assert found["mesa"] > 0.95
-    assert found["none"] < 0.35
-
-
 def test_training_stops_before_a_gradient_that_is_not_finite() -> None:
     a_trial = trial(Compression(length=5, examples=320))
     model = model_of(a_trial)

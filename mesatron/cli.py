@@ -17,6 +17,7 @@ from mesatron.cluster.words import leave_word
 from mesatron.data_verbs import data_app, tokenizer_app
 from mesatron.doctor import doctor_app
 from mesatron.errors import REPORTED, CheckpointError, ConfigError, report, unusable_path
+from mesatron.synthetic.verbs import mad
 from mesatron.terminal import ConfigFile, Overrides, RunFolder, RunOrCheckpoint, table
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ for name, group in {
     "launch": launch_app,
 }.items():  # fmt: skip
     app.add_typer(group, name=name)
+evaluate_app.command("mad")(mad)
 
 INTERRUPTED = 130
 

@@ -58,10 +58,15 @@ class Backbone(nn.Module):
         shape = tokens.shape
         if cu_seqlens is not None:
             tokens = tokens.reshape(1, -1)
+        hidden = self.seams.enter(self.hidden(tokens, cu_seqlens))
+        return self.embedding(hidden, targets.view(tokens.shape), chunk_tokens).view(shape)
+
+    def hidden(self, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """The normed residual stream [B, T, width] after the last block; with `cu_seqlens` B is 1."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x, _ = self.seams.run("block", block, x, None, cu_seqlens)
-        return self.embedding(self.seams.enter(self.norm(x)), targets.view(tokens.shape), chunk_tokens).view(shape)
+        return self.norm(x)
 
     def observed(self) -> tuple[dict[str, float], dict[str, Tensor]]:
         """What the mixers saw in the last forward pass, by tag: scalars, and tensors to look at as distributions."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mesatron.compare.board import write_board
-from mesatron.compare.plots import PLOTS
+from mesatron.compare.plots import PLOTS, png
 from mesatron.compare.results import Result, read_results
 from mesatron.compare.variants import Comparison
 from mesatron.files import replace_file
@@ -23,10 +23,10 @@ def write_report(comparison: Comparison, say: Callable[[str], None]) -> None:
     reference = next((result for result in results if result.name == comparison.reference), None)
     folder = comparison.output
     replace_file(folder / CSV, [_csv(results, reference).encode()])
-    plots = {name: plot(results, reference) for name, plot in PLOTS.items()}
-    drawn = {f"{name}.png": image for name, image in plots.items() if image is not None}
-    for name, image in drawn.items():
-        replace_file(folder / name, [image])
+    figures = {f"{name}.png": plot(results, reference) for name, plot in PLOTS.items()}
+    drawn = {name: figure for name, figure in figures.items() if figure is not None}
+    for name, figure in drawn.items():
+        replace_file(folder / name, [png(figure)])
     write_board(folder / BOARD, results, reference)
     text = _markdown(comparison, results, reference, list(drawn))
     replace_file(folder / MARKDOWN, [text.encode()])

@@ -110,7 +110,7 @@ def _stop(*_: int | FrameType | None) -> NoReturn:
 
 def _refuse_changes(comparison: Comparison) -> None:
     for variant in comparison.variants:
-        if not is_trained(variant):
+        if not (is_trained(variant) or is_measured(variant)):
             continue
         folder = variant.config.run_folder
         changes = changed_keys(load_config(folder / "config.yaml"), variant.config)

@@ -124,7 +124,10 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 
 # Where pydantic's own words name Python classes.
-_MESSAGES = {"model_type": "should be a section of keys", "path_type": "should be a path"}
+_MESSAGES = {
+    "model_type": "should be a section of keys", "dict_type": "should be a section of keys",
+    "path_type": "should be a path",
+}  # fmt: skip
 
 
 def first_error(error: ValidationError, schema: type[BaseModel] = Config) -> str:

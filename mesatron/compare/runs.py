@@ -40,11 +40,15 @@ def run(comparison: Comparison, say: Callable[[str], None]) -> dict[str, str]:
     """Train and evaluate what is not; returns how those that failed ended, by name.
 
     Raises StoppedEarly, PreemptedError or KeyboardInterrupt when asked to stop, after the variant under way has
-    ended; ConfigError when finished variants were trained with other settings, or when others work on them.
+    ended; ConfigError when finished variants were trained with other settings, or when another comparison or a job of
+    Slurm works on them.
     """
     failed = {}
     with _only_one(comparison.output):
         _refuse_changes(comparison)
+        for variant in comparison.variants:
+            if not is_trained(variant):
+                refuse_active(variant.config.run_folder)
         signal.signal(signal.SIGTERM, _stop)
         for number, variant in enumerate(comparison.variants, 1):
             if is_measured(variant):
@@ -74,7 +78,6 @@ def submit_array(comparison: Comparison, options: Mapping[str, str]) -> str:
 def _train(comparison: Comparison, variant: Variant) -> str:
     if is_trained(variant):
         return ""
-    refuse_active(variant.config.run_folder)
     processes = ["--processes", str(comparison.processes)] if comparison.processes > 1 else []
     return _mesatron("train", str(comparison.base), *variant.arguments, *processes)
 

@@ -75,10 +75,8 @@ def png(figure: Figure) -> bytes:
 
 def position_bounds(length: int) -> list[int]:
     """Where the intervals of positions begin, and the end of the last: each a quarter of a doubling, or one token."""
-    bounds = {
-        min(length, round(2 ** (step / POSITION_BINS_PER_DOUBLING)) - 1)
-        for step in range(POSITION_BINS_PER_DOUBLING * length.bit_length() + 1)
-    }
+    steps = range(POSITION_BINS_PER_DOUBLING * length.bit_length())
+    bounds = {min(length, round(2 ** (step / POSITION_BINS_PER_DOUBLING))) for step in steps}
     return sorted({0, length, *bounds})
 
 

@@ -69,7 +69,7 @@ def test_a_comparison_as_an_array(training: Make, untouched: Training) -> None:
     usual, slow = (run.beside(str(out / "runs" / name)) for name in variants)
     usual.check_equals(untouched)
     assert slow.checksums() != untouched.checksums()
-    measured = run.verb("compare", str(file)).stdout
+    measured = run.verb("compare", str(file), seconds=300).stdout
     assert "| usual " in measured
     assert "step 1/" not in measured
     assert [line.split(",")[0] for line in (out / "results.csv").read_text().splitlines()[1:]] == list(variants)

@@ -193,7 +193,8 @@ def test_position_bounds_cover_every_position_once() -> None:
     bounds = position_bounds(2048)
     assert (bounds[0], bounds[-1]) == (0, 2048)
     assert bounds == sorted(set(bounds))
-    assert {1, 3, 7, 1023} <= set(bounds)
+    assert {1, 2, 4, 1024} <= set(bounds)
+    assert position_bounds(300)[-2:] == [256, 300]
 
 
 def test_tensorboard_shows_the_same_curves(finished: Comparison, results: list[Result]) -> None:

@@ -23,12 +23,16 @@ def write_report(comparison: Comparison, say: Callable[[str], None]) -> None:
     reference = next((result for result in results if result.name == comparison.reference), None)
     folder = comparison.output
     replace_file(folder / CSV, [_csv(results, reference).encode()])
-    figures = {f"{name}.png": plot(results, reference) for name, plot in PLOTS.items()}
-    drawn = {name: figure for name, figure in figures.items() if figure is not None}
-    for name, figure in drawn.items():
-        replace_file(folder / name, [png(figure)])
+    drawn = []
+    for name, plot in PLOTS.items():
+        figure, path = plot(results, reference), folder / f"{name}.png"
+        if figure is None:
+            path.unlink(missing_ok=True)
+        else:
+            replace_file(path, [png(figure)])
+            drawn.append(path.name)
     write_board(folder / BOARD, results, reference)
-    text = _markdown(comparison, results, reference, list(drawn))
+    text = _markdown(comparison, results, reference, drawn)
     replace_file(folder / MARKDOWN, [text.encode()])
     say(text)
     say(f"Written to {folder}: {', '.join([MARKDOWN, CSV, *drawn, BOARD])}.")

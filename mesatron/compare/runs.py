@@ -70,9 +70,8 @@ def submit_array(comparison: Comparison, options: Mapping[str, str]) -> str:
         configs = [variant.config for variant in comparison.variants if not is_trained(variant)]
         if not configs:
             raise ConfigError(f"All variants in {comparison.output} are trained; leave out --slurm to measure them.")
-        return submit(
-            plan_array(configs, comparison.output, comparison.output.name, Request({"nodes": "1", **options}, {}))
-        )
+        request = Request({"nodes": "1", **options}, {})
+        return submit(plan_array(configs, comparison.output, comparison.output.name, request))
 
 
 def _train(comparison: Comparison, variant: Variant) -> str:

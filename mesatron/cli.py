@@ -6,19 +6,21 @@ import json
 import os
 import sys
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from mesatron.bench import bench_app
-from mesatron.cluster.verbs import launch_app
+from mesatron.cluster.verbs import launch_app, sbatch_options
 from mesatron.cluster.words import leave_word
 from mesatron.data_verbs import data_app, tokenizer_app
 from mesatron.doctor import doctor_app
-from mesatron.errors import REPORTED, CheckpointError, ConfigError, report, unusable_path
+from mesatron.errors import REPORTED, CheckpointError, ConfigError, VariantError, report, unusable_path
+from mesatron.files import replace_file
 from mesatron.synthetic.verbs import mad
-from mesatron.terminal import ConfigFile, Overrides, RunFolder, RunOrCheckpoint, table
+from mesatron.terminal import ConfigFile, Overrides, Overwrite, RunFolder, RunOrCheckpoint, table
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -161,6 +163,35 @@ def prove(
 
 
 @app.command()
+def compare(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What to compare, such as configs/compare/cpu.yaml.")],
+    overrides: Overrides = None,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Only submit the trainings, as an array of jobs.")] = False,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Any option of sbatch; may be repeated.")
+    ] = None,
+) -> None:
+    """Train and measure variants of one run, and write a table and plots; what is finished stays."""
+    from mesatron.compare.runs import is_measured, run, submit_array
+    from mesatron.compare.variants import load_comparison
+
+    if sbatch and not slurm:
+        raise ConfigError("--sbatch says how jobs are submitted; give --slurm too, or leave it out.")
+    comparison = load_comparison(file, overrides or [])
+    if slurm:
+        typer.echo(f"job {submit_array(comparison, sbatch_options(sbatch))}")
+        return
+    failed = run(comparison, typer.echo)
+    if any(is_measured(variant) for variant in comparison.variants):
+        from mesatron.compare.report import write_report
+
+        write_report(comparison, typer.echo)
+    if failed:
+        endings = ", ".join(f"{name} ({ending})" for name, ending in failed.items())
+        raise VariantError(f"Not finished: {endings}; see above why; the same command tries again.")
+
+
+@app.command()
 def summary(run_folder: RunFolder) -> None:
     """What a run came to."""
     from mesatron.summary import summarize
@@ -275,8 +306,15 @@ def checkpoint_inspect(path: RunOrCheckpoint) -> None:
 def evaluate_perplexity(
     path: RunOrCheckpoint,
     data: Annotated[str | None, typer.Option(help="Prepared shards; the run's own by default.")] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write all figures there, by position too."),
+    ] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Perplexity on the whole validation split, overall and by source."""
+    if json_file is not None and json_file.exists() and not overwrite:
+        raise ConfigError(f"{json_file} exists; name another file, or pass --overwrite to replace it.")
     from mesatron.evaluate.checkpoint import evaluate_perplexity, load_model
     from mesatron.metrics import perplexity
 
@@ -288,3 +326,6 @@ def evaluate_perplexity(
     rows.append(("all", f"{result.tokens:,}", f"{result.loss:.4f}", f"{result.perplexity:.2f}"))
     typer.echo(trained.checkpoint.folder)
     table(rows)
+    if json_file is not None:
+        figures = {"checkpoint": str(trained.checkpoint.folder), "perplexity": result.perplexity} | asdict(result)
+        replace_file(json_file, [json.dumps(figures).encode() + b"\n"])

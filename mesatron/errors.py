@@ -52,6 +52,10 @@ class DiskFullError(MesatronError):
     exit_code = 7
 
 
+class VariantError(MesatronError):
+    """Variants of a comparison failed; the others were trained and measured."""
+
+
 class PeerLostError(MesatronError):
     """Another process of the run has ended; it, or whoever killed it, knows why, so this one keeps silent."""
 

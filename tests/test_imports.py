@@ -65,6 +65,7 @@ def test_the_model_knows_nothing_of_processes_and_training() -> None:
         (["train", "configs/quickstart.yaml", "train.peak_lrr=1"], 2),
         (["generate", "--help"], 0),
         (["launch", "slurm", "configs/quickstart.yaml", "--nodes=2", "--dry-run"], 0),
+        (["compare", "configs/compare/cpu.yaml", "train.peak_lrr=1"], 2),
     ],
 )
 def test_a_quick_answer_without_torch(arguments: list[str], code: int) -> None:
@@ -79,6 +80,6 @@ def test_a_quick_answer_without_torch(arguments: list[str], code: int) -> None:
     assert done.returncode == code, done.stderr
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "mesatron.cli" in loaded
-    heavy = {"torch", "numpy", "deepspeed", "streaming", "sentencepiece", "tensorboard"}
+    heavy = {"torch", "numpy", "deepspeed", "streaming", "sentencepiece", "tensorboard", "matplotlib"}
     assert not packages(loaded) & heavy
     assert seconds < 1

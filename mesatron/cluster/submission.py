@@ -69,24 +69,22 @@ def plan(file: Path, overrides: Sequence[str], sweep: Sequence[str], request: Re
     Raises ConfigError when a config is wrong or its layout or batch does not fit the nodes and processes asked for.
     """
     whole = load_config(file, overrides)
-    configs = [load_config(file, [*overrides, *point]) for point in _points(whole.name, sweep)] if sweep else [whole]
-    files: dict[Path, str] = {}
-    launches = []
-    for config in configs:
-        data_size = data_parallel_size(config, request.nodes * request.processes_per_node(config))
-        accumulation_steps(config, data_size)
-        launch = config.run_folder.absolute() / LAUNCH_FOLDER
-        launches.append(launch)
-        files[launch / CONFIG] = dump_config(config)
-        own = {"job-name": config.name, "output": f"{launch}/slurm-%j.out"}
-        files[launch / SCRIPT] = _script(config, request, own, f"set -- {shlex.quote(str(launch / CONFIG))}")
-    script = launches[0] / SCRIPT
-    if sweep:
-        script = whole.runs_folder.absolute() / f"{whole.name}-sweep" / LAUNCH_FOLDER / SCRIPT
-        paths = shlex.join(str(launch / CONFIG) for launch in launches)
-        choice = f'configs=({paths})\nset -- "${{configs[$SLURM_ARRAY_TASK_ID]}}"'
-        array = {"array": f"0-{len(configs) - 1}", "job-name": whole.name, "output": f"{script.parent}/slurm-%A_%a.out"}
-        files[script] = _script(whole, request, array, choice)
+    if not sweep:
+        files = _job(whole, request)
+        return Plan(files, _launch_folder(whole) / SCRIPT, [_launch_folder(whole).parent])
+    configs = [load_config(file, [*overrides, *point]) for point in _points(whole.name, sweep)]
+    return plan_array(configs, whole.runs_folder / f"{whole.name}-sweep", whole.name, request)
+
+
+def plan_array(configs: Sequence[Config], folder: Path, name: str, request: Request) -> Plan:
+    """One array job, called `name` and described in `folder`, with a run for each of `configs`; raises as `plan`."""
+    files = {path: text for config in configs for path, text in _job(config, request).items()}
+    launches = [_launch_folder(config) for config in configs]
+    script = folder.absolute() / LAUNCH_FOLDER / SCRIPT
+    paths = shlex.join(str(launch / CONFIG) for launch in launches)
+    choice = f'configs=({paths})\nset -- "${{configs[$SLURM_ARRAY_TASK_ID]}}"'
+    array = {"array": f"0-{len(configs) - 1}", "job-name": name, "output": f"{script.parent}/slurm-%A_%a.out"}
+    files[script] = _script(configs[0], request, array, choice)
     return Plan(files, script, [launch.parent for launch in launches])
 
 
@@ -141,6 +139,20 @@ def stop_lead_seconds(config: Config, folder: Path) -> int:
         return config.launch.lead_seconds
     measured = History(folder).slowest_step_and_saves_seconds(config.tokens_per_step)
     return FIRST_LEAD_SECONDS if measured is None else max(LEAST_LEAD_SECONDS, round(LEAD_FACTOR * measured))
+
+
+def _launch_folder(config: Config) -> Path:
+    return config.run_folder.absolute() / LAUNCH_FOLDER
+
+
+def _job(config: Config, request: Request) -> dict[Path, str]:
+    """The config and the script of a run's own job, by their paths."""
+    data_size = data_parallel_size(config, request.nodes * request.processes_per_node(config))
+    accumulation_steps(config, data_size)
+    launch = _launch_folder(config)
+    own = {"job-name": config.name, "output": f"{launch}/slurm-%j.out"}
+    script = _script(config, request, own, f"set -- {shlex.quote(str(launch / CONFIG))}")
+    return {launch / CONFIG: dump_config(config), launch / SCRIPT: script}
 
 
 def _signal(config: Config, folder: Path) -> str:

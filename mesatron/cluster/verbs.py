@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
+from mesatron.errors import ConfigError
 from mesatron.terminal import ConfigFile, Overrides, RunFolder
 
 launch_app = typer.Typer(no_args_is_help=True, help="Run on a cluster.")
@@ -39,15 +41,11 @@ def slurm(
 ) -> None:
     """Check a config against what is asked of Slurm, put code, config and script into the run folder, and submit."""
     from mesatron.cluster.submission import Request, plan, submit
-    from mesatron.errors import ConfigError
 
-    others = dict(option.partition("=")[::2] for option in sbatch or [])
-    if not all(others.values()):
-        raise ConfigError("--sbatch takes NAME=VALUE, such as --sbatch constraint=h100.")
     options = {
         "nodes": str(nodes), "partition": partition, "account": account, "qos": qos, "time": time,
         "gpus-per-node": gpus_per_node, "gres": gres, "cpus-per-task": cpus_per_task, "dependency": dependency,
-    } | others  # fmt: skip
+    } | sbatch_options(sbatch)  # fmt: skip
     container = {
         "container-image": container_image, "container-mounts": container_mounts,
         "container-workdir": container_workdir,
@@ -119,6 +117,16 @@ def settle(file: ConfigFile, overrides: Overrides = None) -> None:
     from mesatron.config import load_config
 
     sys.exit(job.settle(load_config(file, overrides or [])))
+
+
+def sbatch_options(given: Sequence[str] | None) -> dict[str, str]:
+    """What is given as `--sbatch NAME=VALUE`. Raises ConfigError for what is not of that form."""
+    options = dict(option.partition("=")[::2] for option in given or [])
+    if not all(options.values()):
+        raise ConfigError("--sbatch takes NAME=VALUE, such as --sbatch constraint=h100.")
+    if not options.get("nodes", "1").isdecimal():
+        raise ConfigError(f"--sbatch nodes={options['nodes']} is no number of nodes.")
+    return options
 
 
 def _given(options: dict[str, str | None]) -> dict[str, str]:

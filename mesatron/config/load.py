@@ -40,7 +40,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {_first_error(error)}") from None
+        raise ConfigError(f"{path}: {first_error(error)}") from None
     check(config, path)
     return config
 
@@ -70,9 +70,8 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _read(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
-    if path.resolve() in children:
-        raise ConfigError(f"{path}: its chain of `base:` files leads back to itself; remove one of them.")
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The keys and values of a YAML file. Raises ConfigError when it cannot be read or holds none."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -84,6 +83,13 @@ def _read(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds no keys; a config is a mapping of sections, see configs/quickstart.yaml.")
+    return values
+
+
+def _read(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in children:
+        raise ConfigError(f"{path}: its chain of `base:` files leads back to itself; remove one of them.")
+    values = read_mapping(path)
     base = values.pop("base", None)
     if base is None:
         return values
@@ -118,31 +124,35 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 
 # Where pydantic's own words name Python classes.
-_MESSAGES = {"model_type": "should be a section of keys", "path_type": "should be a path"}
+_MESSAGES = {
+    "model_type": "should be a section of keys", "dict_type": "should be a section of keys",
+    "path_type": "should be a path",
+}  # fmt: skip
 
 
-def _first_error(error: ValidationError) -> str:
+def first_error(error: ValidationError, schema: type[BaseModel] = Config) -> str:
+    """What is wrong with values for `schema`, in one sentence without the file's name."""
     details = error.errors(include_url=False)
     # A misspelt required key gives two errors; the unknown key is the one to show.
     detail = next((d for d in details if d["type"] == "extra_forbidden"), details[0])
     location = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == "extra_forbidden":
-        return f"unknown key '{location}'; {_suggestion(detail['loc'])}"
+        return f"unknown key '{location}'; {_suggestion(detail['loc'], schema)}"
     if detail["type"] == "missing":
         return f"key '{location}' is missing; set it in the file or as an override."
     message = _MESSAGES.get(detail["type"]) or detail["msg"][0].lower() + detail["msg"][1:]
     return f"'{location}' is {detail['input']!r}, but {message.removeprefix('input ')}."
 
 
-def _suggestion(location: tuple[str | int, ...]) -> str:
+def _suggestion(location: tuple[str | int, ...], schema: type[BaseModel]) -> str:
     *parents, wrong = [str(part) for part in location]
-    section: type[BaseModel] = Config
+    section = schema
     for parent in parents:
         section = section.model_fields[parent].annotation  # type: ignore[assignment]
     here = {name: ".".join([*parents, name]) for name in section.model_fields}
     if not parents:
         here["base"] = "base"
-    everywhere = {key.rpartition(".")[2]: key for key in _all_keys(Config)}
+    everywhere = {key.rpartition(".")[2]: key for key in _all_keys(schema)}
     for known, likeness in ((here, 0.7), (everywhere, 0.7), (here, 0.5)):
         near = difflib.get_close_matches(wrong, known, n=1, cutoff=likeness)
         if near:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from mesatron_data.batch import IGNORED_TARGET, Batch
@@ -19,12 +20,18 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Mean loss in nats per token, overall and by source, and the tokens it was measured on."""
+    """Mean loss in nats per token, overall, by source and by position, and the tokens it was measured on.
+
+    Entry k of what is by position is of the k-th token of every sequence, counted from 0; its loss is None where no
+    sequence has a scored token.
+    """
 
     loss: float
     tokens: int
     loss_by_source: dict[str, float] = field(default_factory=dict)
     tokens_by_source: dict[str, int] = field(default_factory=dict)
+    loss_by_position: list[float | None] = field(default_factory=list)
+    tokens_by_position: list[int] = field(default_factory=list)
 
     @property
     def perplexity(self) -> float:
@@ -42,6 +49,8 @@ def measure(losses: LossFunction, batches: Iterator[Batch], manifest: Manifest, 
     sources = manifest.sources
     loss_sums = torch.zeros(len(sources), dtype=torch.float64)
     counts = torch.zeros(len(sources), dtype=torch.float64)
+    position_loss_sums = torch.zeros(manifest.context_length, dtype=torch.float64)
+    position_counts = torch.zeros_like(position_loss_sums)
     batch = next(batches, None)
     while layout.world.max(int(batch is not None)):
         if batch is None:
@@ -53,14 +62,21 @@ def measure(losses: LossFunction, batches: Iterator[Batch], manifest: Manifest, 
             source = batch.sources[scored].long()
             loss_sums.index_add_(0, source, loss[scored])
             counts += torch.bincount(source, minlength=len(sources))
+            length = batch.tokens.shape[1]
+            begin = layout.context.rank * length
+            position_loss_sums[begin : begin + length] += loss.where(scored, 0.0).sum(0)
+            position_counts[begin : begin + length] += scored.sum(0)
             batch = next(batches, None)
-    totals = layout.sum(*loss_sums.tolist(), *counts.tolist())
-    loss_sum, count = totals[: len(sources)], totals[len(sources) :]
+    tables = loss_sums, counts, position_loss_sums, position_counts
+    totals = iter(layout.sum(*torch.cat(tables).tolist()))
+    loss_sum, count, position_loss_sum, position_count = ([*islice(totals, len(table))] for table in tables)
     return Perplexity(
         loss=sum(loss_sum) / sum(count),
         tokens=int(sum(count)),
         loss_by_source={s: total / n for s, total, n in zip(sources, loss_sum, count, strict=True) if n},
         tokens_by_source={s: int(n) for s, n in zip(sources, count, strict=True) if n},
+        loss_by_position=[total / n if n else None for total, n in zip(position_loss_sum, position_count, strict=True)],
+        tokens_by_position=[int(n) for n in position_count],
     )
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import itertools
 import os
 import re
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mesatron.errors import REPORTED, ConfigError, MesatronError, PeerLostError, report
+from mesatron.processes import end_with_parent
 
 T = TypeVar("T")
 
@@ -117,7 +116,7 @@ def start() -> World:
     else:  # DeepSpeed reads these itself
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     local_rank = int(os.environ["LOCAL_RANK"])
-    _end_with_parent()
+    _end_with_launcher()
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")  # so many collectives are remembered for the watchdog
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
@@ -162,14 +161,13 @@ def stop() -> None:
         dist.destroy_process_group()
 
 
-def _end_with_parent() -> None:
+def _end_with_launcher() -> None:
     """Ask Linux to kill this worker when the torchrun above it dies, or it would train on with nobody watching.
 
     Raises PeerLostError when a launcher of ours has died before: the rendezvous would wait for it for half an hour.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    end_with_parent()
     if os.environ.get(LAUNCHER_PID, str(os.getppid())) != str(os.getppid()):
         raise PeerLostError("The launcher has ended.")

@@ -56,10 +56,12 @@ class Training:
         other.folder = Path(folder)
         return other
 
-    def verb(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def verb(self, *arguments: str, check: bool = True, seconds: float = 60) -> subprocess.CompletedProcess[str]:
         """A verb of `mesatron`, as a person calls it on the cluster's head."""
         command = [sys.executable, "-m", "mesatron", *arguments]
-        return self.cluster.on("head", *command, env=environment(self.temporary), cwd=self.config.parent, check=check)
+        return self.cluster.on(
+            "head", *command, env=environment(self.temporary), cwd=self.config.parent, check=check, timeout=seconds
+        )
 
     def launch(self, *options: str) -> None:
         """Submit by `mesatron launch slurm`."""

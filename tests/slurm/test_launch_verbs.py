@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from slurm_training import Training
 
 Make = Callable[..., Training]
@@ -48,6 +49,30 @@ def test_a_sweep_and_a_job_after_it(training: Make, untouched: Training) -> None
     assert points[1].checksums() != untouched.checksums()
     starts = [point.records("end")[0]["time"] for point in points]
     assert max(starts) < run.records("start")[0]["time"]
+
+
+@pytest.mark.long
+def test_a_comparison_as_an_array(training: Make, untouched: Training) -> None:
+    """Each variant is a run of its own; the one like the usual run equals it. Then the same command measures them."""
+    run = training()
+    file, out = run.config.with_name("comparison.yaml"), run.config.parent / "out"
+    variants = {"usual": {}, "slow": {"train.peak_lr": 1e-3}}
+    file.write_text(
+        yaml.safe_dump({"base": run.config.name, "output": str(out), "variants": variants}, sort_keys=False)
+    )
+    answer = run.verb("compare", str(file), "--slurm", "--sbatch=nodes=2").stdout
+    early = run.verb("compare", str(file), check=False)
+    assert early.returncode == 2
+    assert "has not ended" in early.stderr
+    run.launch("--dependency", f"afterok:{answer.split()[1]}")
+    run.finish(seconds=400)
+    usual, slow = (run.beside(str(out / "runs" / name)) for name in variants)
+    usual.check_equals(untouched)
+    assert slow.checksums() != untouched.checksums()
+    measured = run.verb("compare", str(file), seconds=300).stdout
+    assert "| usual " in measured
+    assert "step 1/" not in measured
+    assert [line.split(",")[0] for line in (out / "results.csv").read_text().splitlines()[1:]] == list(variants)
 
 
 def test_what_cannot_fit_is_refused_before_it_is_submitted(training: Make) -> None:

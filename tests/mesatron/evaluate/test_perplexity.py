@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from mesatron_data.batch import IGNORED_TARGET
+from mesatron_data.batch import IGNORED_TARGET, Batch
 from mesatron_data.errors import DataError
-from mesatron_data.manifest import load_manifest
+from mesatron_data.manifest import Manifest, load_manifest
 from mesatron_data.stream import ValidationSet
 from safetensors import safe_open
 from torch.nn import functional as F
 
 from mesatron.errors import CheckpointError, ConfigError
 from mesatron.evaluate.checkpoint import TrainedModel, evaluate_perplexity, load_model
-from mesatron.evaluate.perplexity import Perplexity
+from mesatron.evaluate.perplexity import Perplexity, measure
+from mesatron.parallel.distributed import World
+from mesatron.parallel.layout import Group, Layout
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +41,12 @@ def test_the_weights_are_the_newest_checkpoint_s(trained: TrainedModel, trained_
     assert not trained.model.training
 
 
-def test_losses_by_source_are_plain_means(trained: TrainedModel, measured: Perplexity) -> None:
+def test_losses_by_source_and_position_are_plain_means(trained: TrainedModel, measured: Perplexity) -> None:
     """One by one, from the logits."""
     folder = trained.config.data.folder
     sources = load_manifest(str(folder)).sources
     by_source: dict[str, list[float]] = {}
+    by_position: list[list[float]] = [[] for _ in range(trained.config.data.context_length)]
     validation = ValidationSet(str(folder), 64)
     for batch in validation:
         with torch.no_grad():
@@ -55,10 +58,14 @@ def test_losses_by_source_are_plain_means(trained: TrainedModel, measured: Perpl
             for position, target in enumerate(batch.targets[row].tolist()):
                 if target != IGNORED_TARGET:
                     source = sources[int(batch.sources[row, position])]
-                    by_source.setdefault(source, []).append(-log_probabilities[row, position, target].item())
+                    loss = -log_probabilities[row, position, target].item()
+                    by_source.setdefault(source, []).append(loss)
+                    by_position[position].append(loss)
     assert measured.tokens_by_source == {source: len(losses) for source, losses in by_source.items()}
     for source, losses in by_source.items():
         assert measured.loss_by_source[source] == pytest.approx(math.fsum(losses) / len(losses), rel=1e-6)
+    assert measured.tokens_by_position == [len(losses) for losses in by_position]
+    assert measured.loss_by_position == pytest.approx([math.fsum(x) / len(x) for x in by_position], rel=1e-6)
     every = [loss for losses in by_source.values() for loss in losses]
     assert measured.tokens == len(every)
     assert measured.loss == pytest.approx(math.fsum(every) / len(every), rel=1e-6)
@@ -85,6 +92,25 @@ def test_solver_settings_can_be_replaced(trained_run: Path, trained: TrainedMode
         change = coarse.model(tokens, tokens) - trained.model(tokens, tokens)
     assert (coarse.model.blocks[0].mixer.observations["solver/steps"] == 1).all()
     assert 1e-6 < change.abs().max() < 1
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_positions_are_those_of_whole_sequences(pieces: int) -> None:
+    """Also where sequences are shared by processes; a position that no sequence scores has no loss."""
+    tokens = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    targets = torch.tensor([[2, IGNORED_TARGET, 4, IGNORED_TARGET], [6, 7, 8, IGNORED_TARGET]])
+    batch = Batch(tokens, targets, torch.tensor([0, 4, 8]), torch.zeros_like(tokens), torch.arange(2))
+    manifest = Manifest("", 9, 1, 4, "uint16", ["a"], {}, "")
+    world = World(0, 1, torch.device("cpu"))
+    measured = [
+        measure(lambda x, *_: x.float(), iter([batch]), manifest, Layout(world, context=Group(rank, pieces)))
+        for rank in range(pieces)
+    ]
+    counts = [sum(one.tokens_by_position[k] for one in measured) for k in range(4)]
+    assert counts == [2, 1, 2, 0]
+    losses = [[one.loss_by_position[k] for one in measured if one.tokens_by_position[k]] for k in range(4)]
+    assert losses == [[3.0], [6.0], [5.0], []]
+    assert all(one.loss_by_position[3] is None for one in measured)
 
 
 def test_an_overflowing_perplexity_is_infinite() -> None:

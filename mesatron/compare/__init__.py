@@ -1,0 +1,1 @@
+"""`mesatron compare`: several variants of one run, trained and measured alike."""

@@ -1,0 +1,142 @@
+"""Train and measure the variants of a comparison, each in processes of its own, going on where it was left."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from mesatron.checkpoint.verify import list_checkpoints
+from mesatron.cluster.submission import Request, plan_array, refuse_active, submit
+from mesatron.compare.variants import Comparison, Variant
+from mesatron.config import changed_keys, load_config
+from mesatron.errors import ConfigError, PreemptedError, StoppedEarly
+from mesatron.processes import end_with_parent
+
+PERPLEXITY = Path("eval/perplexity.json")
+"""In a run folder: what `mesatron evaluate perplexity --json` wrote at its end."""
+INTERRUPTED = 130
+
+
+def is_trained(variant: Variant) -> bool:
+    """Whether the checkpoint of the last step is there."""
+    checkpoints = list_checkpoints(variant.config.run_folder / "checkpoints")
+    return any(info.status == "complete" and info.step == variant.config.train.steps for info in checkpoints)
+
+
+def is_measured(variant: Variant) -> bool:
+    """Whether the trained variant has been evaluated."""
+    return (variant.config.run_folder / PERPLEXITY).exists()
+
+
+def run(comparison: Comparison, say: Callable[[str], None]) -> dict[str, str]:
+    """Train and evaluate what is not; returns how those that failed ended, by name.
+
+    Raises StoppedEarly, PreemptedError or KeyboardInterrupt when asked to stop, after the variant under way has
+    ended; ConfigError when finished variants were trained with other settings, or when another comparison or a job of
+    Slurm works on them.
+    """
+    failed = {}
+    with _only_one(comparison.output):
+        _refuse_changes(comparison)
+        for variant in comparison.variants:
+            if not is_trained(variant):
+                refuse_active(variant.config.run_folder)
+        signal.signal(signal.SIGTERM, _stop)
+        for number, variant in enumerate(comparison.variants, 1):
+            if is_measured(variant):
+                say(f"{variant.name}: finished before")
+                continue
+            say(f"{variant.name}: {number} of {len(comparison.variants)}, in {variant.config.run_folder}")
+            if ending := _train(comparison, variant) or _measure(variant):
+                failed[variant.name] = ending
+    return failed
+
+
+def submit_array(comparison: Comparison, options: Mapping[str, str]) -> str:
+    """Submit the trainings that are not complete as one array of Slurm jobs; returns its id.
+
+    Raises ConfigError when there is nothing to train, or as `mesatron launch slurm` does.
+    """
+    with _only_one(comparison.output):
+        _refuse_changes(comparison)
+        configs = [variant.config for variant in comparison.variants if not is_trained(variant)]
+        if not configs:
+            raise ConfigError(f"All variants in {comparison.output} are trained; leave out --slurm to measure them.")
+        request = Request({"nodes": "1", **options}, {})
+        return submit(plan_array(configs, comparison.output, comparison.output.name, request))
+
+
+def _train(comparison: Comparison, variant: Variant) -> str:
+    if is_trained(variant):
+        return ""
+    processes = ["--processes", str(comparison.processes)] if comparison.processes > 1 else []
+    return _mesatron("train", str(comparison.base), *variant.arguments, *processes)
+
+
+def _measure(variant: Variant) -> str:
+    folder = variant.config.run_folder
+    (folder / PERPLEXITY).parent.mkdir(exist_ok=True)
+    return _mesatron("evaluate", "perplexity", str(folder), "--json", str(folder / PERPLEXITY))
+
+
+def _mesatron(*arguments: str) -> str:
+    """Run a verb; returns how it failed, or nothing. Raises what ends the comparison if the verb was stopped."""
+    process = subprocess.Popen([sys.executable, "-m", "mesatron", *arguments], preexec_fn=end_with_parent)
+    try:
+        code = process.wait()
+    except (KeyboardInterrupt, PreemptedError) as stop:
+        process.send_signal(signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM)
+        process.wait()
+        raise
+    for error in (StoppedEarly, PreemptedError):
+        if code == error.exit_code:
+            raise error("The training was asked to stop, and so has the comparison; the same command goes on.")
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"exit code {code}" if code else ""
+
+
+def _stop(*_: int | FrameType | None) -> NoReturn:
+    raise PreemptedError("Stopped on SIGTERM; the same command goes on.")
+
+
+def _refuse_changes(comparison: Comparison) -> None:
+    for variant in comparison.variants:
+        if not (is_trained(variant) or is_measured(variant)):
+            continue
+        folder = variant.config.run_folder
+        changes = changed_keys(load_config(folder / "config.yaml"), variant.config)
+        described = "; ".join(f"{key}: {old} -> {new}" for key, (old, new) in changes.items() if key != "runs_folder")
+        if described:
+            raise ConfigError(
+                f"{folder} was trained with other settings than {comparison.file} has for it now ({described}); set "
+                "them back, remove that folder, or choose another output."
+            )
+
+
+@contextmanager
+def _only_one(output: Path) -> Iterator[None]:
+    """Hold the comparison's folder, which is made if need be. Raises ConfigError when another process does."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"Cannot make {output}: {error.strerror}; choose another output.") from None
+    lock = os.open(output / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"Another comparison is at work in {output}; wait for it.") from None
+        yield
+    finally:
+        os.close(lock)

@@ -131,7 +131,8 @@ def _first_error(error: ValidationError) -> str:
     if detail["type"] == "missing":
         return f"key '{location}' is missing; set it in the file or as an override."
     message = _MESSAGES.get(detail["type"]) or detail["msg"][0].lower() + detail["msg"][1:]
-    return f"'{location}' is {detail['input']!r}, but {message.removeprefix('input ')}."
+    end = "" if message.endswith("?") else "."
+    return f"'{location}' is {detail['input']!r}, but {message.removeprefix('input ')}{end}"
 
 
 def _suggestion(location: tuple[str | int, ...]) -> str:
@@ -142,7 +143,7 @@ def _suggestion(location: tuple[str | int, ...]) -> str:
     here = {name: ".".join([*parents, name]) for name in section.model_fields}
     if not parents:
         here["base"] = "base"
-    everywhere = {key.rpartition(".")[2]: key for key in _all_keys(Config)}
+    everywhere = {key.rpartition(".")[2]: key for key in reversed(_all_keys(Config))}
     for known, likeness in ((here, 0.7), (everywhere, 0.7), (here, 0.5)):
         near = difflib.get_close_matches(wrong, known, n=1, cutoff=likeness)
         if near:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -54,7 +54,8 @@ class Verdict:
 
 
 class Prover:
-    """Runs a tiny model in `folder` in one layout after the other, in `precision`: fp32 or bf16.
+    """Runs a tiny model in `folder` in one layout after the other, in `precision`: fp32 or bf16; `mixer` is the pattern
+    of its layers.
 
     Sizes divide as little as they may: vocabulary_size, 3 blocks, sequences of 96 tokens that documents cross. The
     solver's tolerance is 1e-7, since context parallelism regroups chunks and so agrees to the tolerance only; Adam's
@@ -68,6 +69,7 @@ class Prover:
         steps: int,
         precision: str = "fp32",
         vocabulary_size: int = 50257,
+        mixer: Sequence[str] = ("mesa",),
     ) -> None:
         self.context, self.folder, self.steps, self.precision = context, folder, steps, precision
         self.traces: dict[Case, Trace] = {}
@@ -75,7 +77,9 @@ class Prover:
             "name": "proof", "runs_folder": str(folder / "runs"),
             "model": {
                 "vocabulary_size": vocabulary_size, "width": 24, "layers": 3, "heads": 4, "head_dim": 6,
-                "mlp_ratio": 1.5, "norm_epsilon": 1e-2, "mesa": {"chunk_size": 16, "solver_tolerance": 1e-7},
+                "mlp_ratio": 1.5, "norm_epsilon": 1e-2, "mixer": list(mixer),
+                "mesa": {"chunk_size": 16, "solver_tolerance": 1e-7},
+                "mesa_rls": {"chunk_size": 16, "solver_tolerance": 1e-7},
             },
             "tokenizer": {"path": str(folder / "no-tokenizer")},
             "data": {"input_folder": str(folder / "no-text"), "folder": str(folder / "shards"), "context_length": 96},

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mesatron_kernels import Choice
 from mesatron_kernels.selfcheck import PairCheck
 
 from mesatron.config import load_config
@@ -17,12 +18,12 @@ selfcheck = importlib.import_module("mesatron_kernels.selfcheck")
 
 def test_without_a_gpu(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
     config = load_config(tiny_config(tmp_path))
-    assert choose_kernels(config, torch.device("cpu")) == ("torch", "no GPU")
-    named = with_kernels(config, "reference")
-    assert choose_kernels(named, torch.device("cpu")) == ("reference", "as asked")
-    assert with_kernels(named, "auto") == config
+    assert choose_kernels(config, torch.device("cpu")) == {"mesa": ("torch", "no GPU")}
+    named = with_kernels(config, {"mesa": Choice("reference", "")})
+    assert choose_kernels(named, torch.device("cpu")) == {"mesa": ("reference", "as asked")}
+    assert with_kernels(named, {"mesa": Choice("auto", "")}) == config
     with pytest.raises(ConfigError, match="needs a GPU"):
-        choose_kernels(with_kernels(config, "triton"), torch.device("cpu"))
+        choose_kernels(with_kernels(config, {"mesa": Choice("triton", "")}), torch.device("cpu"))
 
 
 def test_a_failed_check_counts_for_its_precision(
@@ -43,8 +44,8 @@ def test_a_failed_check_counts_for_its_precision(
         load_config(tiny_config(tmp_path, **{"train.precision": name, "model.head_dim": 32, "model.width": 64}))
         for name in ("fp32", "bf16")
     )
-    assert choose_kernels(fp32, gpu) == ("triton", "its self-check passed")
-    assert choose_kernels(bf16, gpu) == ("torch", "triton failed its self-check: dk by 5.0e-01")
+    assert choose_kernels(fp32, gpu) == {"mesa": ("triton", "its self-check passed")}
+    assert choose_kernels(bf16, gpu) == {"mesa": ("torch", "triton failed its self-check: dk by 5.0e-01")}
     with pytest.raises(ConfigError, match=r"implementation is triton: .* fails its self-check here for torch.bfloat16"):
-        choose_kernels(with_kernels(bf16, "triton"), gpu)
+        choose_kernels(with_kernels(bf16, {"mesa": Choice("triton", "")}), gpu)
     selfcheck._forget()

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 
 def log_decays(log_gamma: Tensor) -> Tensor:
-    """[..., L] to [..., L, L + 1]: entry (t, 0) is the log decay from before the first token to t, entry (t, s + 1) that
-    from token s to t: the sum over s+1 .. t, -inf across a token that forgets all and for s > t.
+    """[..., L] to [..., L, L + 1]: entry (t, 0) is the log decay from before the first token to t, (t, s + 1) that from
+    token s to t: the sum over s+1 .. t, -inf across a token that forgets all and for s > t.
     """
     forgets = log_gamma < FORGETS_ALL
     total = F.pad(log_gamma.masked_fill(forgets, 0.0).double(), (1, 0)).cumsum(-1)

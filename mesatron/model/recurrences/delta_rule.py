@@ -94,11 +94,11 @@ class DeltaRule(ChunkwiseRecurrence):
         """The transition A [B, h, D, D] of a run and the state S [B, h, Dv, D] after it from an empty one: G becomes
         G A + S. They are the states that rows of the identity and of nothing lead to."""
         with torch.autocast(inputs.k.device.type, enabled=False):
-            inputs = DeltaInputs(*(x if x is None else at_least_fp32(x) for x in inputs))
+            q, k, v, beta = map(at_least_fp32, inputs[:4])
             (batch, length, heads, key_size), value_size = inputs.k.shape, inputs.v.shape[-1]
-            identity = torch.eye(key_size, dtype=inputs.k.dtype, device=inputs.k.device)
+            identity = torch.eye(key_size, dtype=k.dtype, device=k.device)
             rows = F.pad(identity, (0, 0, value_size, 0)).expand(batch, heads, -1, -1)
-            inputs = inputs._replace(v=F.pad(inputs.v, (0, key_size)))
+            inputs = DeltaInputs(q, k, F.pad(v, (0, key_size)), beta, inputs.log_gamma)
             chunks = Chunks.of(batch, length, self.chunk_size)
             final = self.chunkwise(inputs, LinearState(rows), chunks)[1].G
             return final[:, :, value_size:], final[:, :, :value_size]

@@ -11,7 +11,7 @@ from torch import Tensor
 from mesatron.model.recurrences.linear_attention import LinearState
 
 LEAST_LOG_GAMMA = -40.0
-"""Below it a state is nothing beside the rounding of bf16 and fp32; -inf would make fla-core's sums of logarithms NaN."""
+"""Below it a state is nothing beside the rounding of fp32; -inf would make fla-core's sums of logarithms NaN."""
 
 
 def bounded(log_gamma: Tensor) -> Tensor:

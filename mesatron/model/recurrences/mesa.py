@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from mesatron_kernels import MesaState, mesa, mesa_step
@@ -43,9 +43,14 @@ class Mesa(Recurrence):
         cu_seqlens: Tensor | None = None,
         return_state: bool = False,
     ) -> Output:
-        how = {"max_steps": self.max_steps, "tolerance": self.tolerance, "implementation": self.implementation}
+        how: dict[str, Any] = {
+            "max_steps": self.max_steps,
+            "tolerance": self.tolerance,
+            "implementation": self.implementation,
+        }
         if initial_state is not None and inputs.q.shape[1] == 1 and return_state and cu_seqlens is None:
-            token = mesa_step(*(x[:, 0] for x in inputs), self.lam, initial_state, **how)
+            q, k, v, log_gamma, beta = (x[:, 0] for x in inputs)
+            token = mesa_step(q, k, v, log_gamma, beta, self.lam, initial_state, **how)
             o, steps, residual = (x[:, None] for x in (token.o, token.steps, token.residual))
             return Output(o, token.state, _figures(steps, residual))
         result = mesa(

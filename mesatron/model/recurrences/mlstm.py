@@ -1,4 +1,4 @@
-"""The mLSTM (xLSTM, arXiv 2405.04517; paper table 1): linear attention with exponential input gates and a normaliser."""
+"""The mLSTM of xLSTM (arXiv 2405.04517): linear attention with exponential input gates and a normaliser."""
 
 from __future__ import annotations
 

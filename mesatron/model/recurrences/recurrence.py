@@ -65,7 +65,7 @@ class Recurrence(ABC):
 class ChunkwiseRecurrence(Recurrence):
     """A recurrence that is defined by `step` and computed by `chunkwise`, or by `fla` on a GPU.
 
-    implementation: reference, torch or fla. chunk_size: tokens treated together; a matter of speed and rounding only.
+    implementation: reference or fla, else torch. chunk_size: tokens treated together, a matter of speed and rounding.
     """
 
     implementation: str = "torch"
@@ -77,8 +77,8 @@ class ChunkwiseRecurrence(Recurrence):
 
     @abstractmethod
     def step(self, inputs: Any, state: Any) -> tuple[Tensor, Any]:
-        """One token: inputs [B, ...] without the dimension of tokens and the state before it to o [B, ...] and the state
-        after it."""
+        """One token: inputs [B, ...], without the dimension of tokens, and the state before it to o [B, ...] and the
+        state after it."""
 
     @abstractmethod
     def chunkwise(self, inputs: Any, initial: Any, chunks: Chunks) -> tuple[Tensor, Any]:

@@ -15,6 +15,9 @@ from mesatron.model.recurrences.decay import log_decay_after, log_decays, weight
 from mesatron.model.recurrences.recurrence import ChunkwiseRecurrence
 
 
+LEAST_LOG_FLOOR = -60.0
+
+
 class MLSTMInputs(NamedTuple):
     """q, k [B, T, h, D]; v [B, T, h, Dv]; log_gamma and log_i of forget and input gate, fp32 [B, T, h]."""
 
@@ -90,7 +93,7 @@ class MLSTM(ChunkwiseRecurrence):
     def combine(self, summaries: Sequence[Tensor]) -> MLSTMState:
         log_decay, m_own, memory = summaries
         exponents = log_decay_after(log_decay, 0) + m_own.detach()
-        m = torch.cat([torch.zeros_like(log_decay[:1], dtype=exponents.dtype), exponents]).amax(0).detach()
+        m = torch.cat([exponents.new_zeros(1, *exponents.shape[1:]), exponents]).amax(0).detach()
         return MLSTMState(weighted_sum(memory, exponents - m), m.to(memory.dtype))
 
 
@@ -100,4 +103,6 @@ def _extended(v: Tensor) -> Tensor:
 
 
 def _normalised(o: Tensor, m: Tensor) -> Tensor:
-    return o[..., :-1] / torch.maximum(o[..., -1:].abs(), (-m).exp().unsqueeze(-1))
+    # A floor that vanished would divide 0 by 0 where q is 0, as in the padding of chunks.
+    floor = (-m).clamp(min=LEAST_LOG_FLOOR).exp().unsqueeze(-1)
+    return o[..., :-1] / torch.maximum(o[..., -1:].abs(), floor)

@@ -144,9 +144,9 @@ def prove(
     precision: Annotated[
         Literal["fp32", "bf16"], typer.Option(help="fp32: all within 2e-5; bf16: losses within 1 %.")
     ] = "fp32",
-    mixer: Annotated[list[str], typer.Option(help="Mixer of the model; several make a pattern over its 3 blocks.")] = [
-        "mesa"
-    ],  # noqa: B006
+    mixer: Annotated[
+        list[str] | None, typer.Option(help="Mixer of the model, mesa if left out; several make a pattern.")
+    ] = None,
     core: Annotated[
         bool, typer.Option("--core", help="Only the five layouts of two processes in which mixers differ.")
     ] = False,
@@ -154,7 +154,7 @@ def prove(
     """Train a tiny model in every layout that fits, and compare each with one process."""
     from mesatron.config.mixers import parse_mixer
 
-    for name in mixer:
+    for name in mixer or []:
         try:
             parse_mixer(name)
         except ValueError as error:
@@ -168,7 +168,7 @@ def prove(
     except FileExistsError:
         raise ConfigError(f"{folder} exists; name a folder that is to be made.") from None
     fitting = [case for case in (CORE if core else CASES) if case.processes <= processes]
-    prover = Prover(fork_server(), folder, steps, precision, mixer=mixer)
+    prover = Prover(fork_server(), folder, steps, precision, mixer=mixer or ["mesa"])
     _leave(0 if table(prover, fitting, typer.echo) else 1)
 
 

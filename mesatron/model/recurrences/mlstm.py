@@ -14,7 +14,6 @@ from mesatron.model.recurrences.chunks import Chunks
 from mesatron.model.recurrences.decay import log_decay_after, log_decays, weighted_sum
 from mesatron.model.recurrences.recurrence import ChunkwiseRecurrence
 
-
 LEAST_LOG_FLOOR = -60.0
 
 

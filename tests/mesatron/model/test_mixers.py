@@ -6,6 +6,7 @@ resumed; on a GPU fla-core's kernels against the same reference. Layouts over pr
 """
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_losses_and_gradients_are_those_of_the_recurrence(models: tuple[Backbone
 def test_packed_documents_equal_separate_ones(models: tuple[Backbone, ...]) -> None:
     tokens, targets = text(0).view(1, -1), text(1).view(1, -1)
     packed = models[0](tokens, targets, torch.tensor(BOUNDS))
-    apart = [models[0](tokens[:, i:j], targets[:, i:j]) for i, j in zip(BOUNDS, BOUNDS[1:], strict=False)]
+    apart = [models[0](tokens[:, i:j], targets[:, i:j]) for i, j in pairwise(BOUNDS)]
     assert_near(packed, torch.cat(apart, 1))
 
 

@@ -16,6 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mesatron.config import ModelConfig
+from mesatron.errors import ConfigError
+from mesatron.evaluate.checkpoint import load_model
+from mesatron.evaluate.generation import generate
 from mesatron.model.attention import Attention, rotate
 from mesatron.model.backbone import Backbone
 from mesatron.model.parameter import initialize
@@ -326,6 +329,23 @@ def test_training_and_resuming(
     assert run_of(cut).curve("train/loss") == run_of(whole).curve("train/loss")
     gates = {tag for tag, *_ in run_of(whole).events() if tag.startswith(("a/", "log_i/"))}
     assert gates == {"a/layer_07", "log_i/layer_04"}
+
+
+def test_a_model_without_a_solver_generates_and_takes_no_solver_settings(
+    tmp_path: Path, odd_config: Callable, short_data: Path, train: Callable, run_of: Callable
+) -> None:
+    config = odd_config(
+        tmp_path / "run", short_data, **{"model.mixer": ["gla", "swa-3"], "train.steps": 1, "train.warmup_steps": 0}
+    )
+    assert train(1, config).exit_code == 0
+    run = run_of(config).path
+    trained = load_model(run)
+    tokens = list(generate(trained.model, torch.tensor([1, 5, 7, 2]), 12))
+    with torch.no_grad():
+        logits, _ = trained.model.decode(torch.tensor([[1, 5, 7, 2, *tokens[:-1]]]))
+    assert logits.argmax() == tokens[-1]
+    with pytest.raises(ConfigError, match=r"has no mixer with a solver \(it has gla, swa\); leave out solver_steps"):
+        load_model(run, {"solver_steps": 3})
 
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="fla-core's kernels need a GPU")

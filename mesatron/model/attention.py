@@ -79,10 +79,7 @@ def _by_windows(q: Tensor, k: Tensor, v: Tensor, window: int, segments: Tensor |
     # So that keys begin window - 1 places before the first query and end with the last block.
     before, after = window - 1 - (S - T), blocks * window - T
     q = F.pad(q, (0, 0, 0, after)).unflatten(2, (blocks, window))
-    k, v = (
-        F.pad(x, (0, 0, before, after)).unfold(2, 2 * window - 1, window).movedim(-1, -2)
-        for x in (k, v)
-    )  # fmt: skip
+    k, v = (F.pad(x, (0, 0, before, after)).unfold(2, 2 * window - 1, window).movedim(-1, -2) for x in (k, v))
     if segments is None:
         segments = torch.zeros(1, S, dtype=torch.int64, device=q.device)
     own = F.pad(segments[:, S - T :], (0, after), value=-1).unflatten(1, (blocks, window))

@@ -5,13 +5,14 @@ keeps; recurrences in runs of a sequence, as context parallelism takes them; sev
 resumed; on a GPU fla-core's kernels against the same reference. Layouts over processes are in prove/test_table.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from mesatron_kernels import MesaState
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -137,60 +138,76 @@ def draw(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def recurrences() -> Iterator[Any]:
-    """Each recurrence with inputs [B, T, ...] of any scale, a state, and what makes a state comparable."""
-    h, D, Dv, C, T = 2, 5, 4, 7, 45
-
-    def gates(rows: int, length: int, *last: int) -> Tensor:
-        log_gamma = F.logsigmoid(draw(rows, length, *last, seed=4) + 2)
-        log_gamma[:, 7] = -1e4
-        return log_gamma
-
-    def attention_inputs(rows: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        q, k = (F.normalize(draw(rows, length, h, D, seed=seed), dim=-1) for seed in (1, 2))
-        return q, k, draw(rows, length, h, Dv, seed=3)
-
-    def matrix(rows: int) -> LinearState:
-        return LinearState(draw(rows, h, Dv, D, seed=5))
-
-    def mesa_state(rows: int) -> Any:
-        from mesatron_kernels import MesaState
-
-        keys = draw(rows, h, D, D, seed=6)
-        return MesaState(keys @ keys.mT, draw(rows, h, Dv, D, seed=5))
-
-    def step_size(rows: int) -> Tensor:
-        return torch.sigmoid(draw(rows, T, h, seed=8))
-
-    lam = 0.25 + draw(h, D, seed=7).abs()
-    solver = {"max_steps": 60, "tolerance": 1e-14, "chunk_size": 8}
-    chunked = {"chunk_size": 8}
-    yield "linear", partial_of(LinearAttention, chunked), lambda n: LinearInputs(
-        *attention_inputs(n, T), gates(n, T, h)
-    ), matrix  # fmt: skip
-    yield "delta", partial_of(DeltaRule, chunked), lambda n: DeltaInputs(*attention_inputs(n, T), step_size(n)), matrix
-    yield "gated-delta", partial_of(DeltaRule, chunked), lambda n: DeltaInputs(
-        *attention_inputs(n, T), step_size(n), gates(n, T, h)
-    ), matrix  # fmt: skip
-    yield "mlstm", partial_of(MLSTM, chunked), lambda n: MLSTMInputs(
-        *attention_inputs(n, T), gates(n, T, h), 4 * draw(n, T, h, seed=9) + 2
-    ), lambda n: MLSTMState(draw(n, h, Dv + 1, D, seed=5), draw(n, h, seed=6).abs())  # fmt: skip
-    yield "rg-lru", partial_of(RGLRU, chunked), lambda n: RGLRUInputs(
-        draw(n, T, C, seed=1), gates(n, T, C)
-    ), lambda n: RGLRUState(draw(n, C, seed=5))  # fmt: skip
-    yield "mesa", partial_of(Mesa, {"lam": lam} | solver), lambda n: MesaInputs(
-        *attention_inputs(n, T), gates(n, T, h), step_size(n)
-    ), mesa_state  # fmt: skip
-    yield "mesa-rls", partial_of(MesaRLS, {"lam": lam} | solver), lambda n: MesaInputs(
-        *attention_inputs(n, T), torch.zeros(n, T, h, dtype=torch.float64), step_size(n)
-    ), mesa_state  # fmt: skip
+HEADS, KEY_SIZE, VALUE_SIZE, CHANNELS, TOKENS = 2, 5, 4, 7, 45
+LAM = 0.25 + draw(HEADS, KEY_SIZE, seed=7).abs()
+CHUNKED = {"chunk_size": 8}
+SOLVER = CHUNKED | {"lam": LAM, "max_steps": 60, "tolerance": 1e-14}
 
 
-def partial_of(kind: Any, settings: dict) -> Callable[[str], Recurrence]:
-    return lambda implementation: kind(**settings, implementation=implementation)
+def heads(rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k of norm 1, and v."""
+    q, k = (F.normalize(draw(rows, TOKENS, HEADS, KEY_SIZE, seed=seed), dim=-1) for seed in (1, 2))
+    return q, k, draw(rows, TOKENS, HEADS, VALUE_SIZE, seed=3)
 
 
-RECURRENCES = list(recurrences())
+def gates(rows: int, width: int = HEADS) -> Tensor:
+    """Logarithms of gates that now and then forget all."""
+    log_gamma = F.logsigmoid(draw(rows, TOKENS, width, seed=4) + 2)
+    log_gamma[:, 7] = -1e4
+    return log_gamma
+
+
+def open_gates(rows: int) -> Tensor:
+    return torch.zeros(rows, TOKENS, HEADS, dtype=torch.float64)
+
+
+def input_gates(rows: int) -> Tensor:
+    """Logarithms between about -10 and 14."""
+    return 4 * draw(rows, TOKENS, HEADS, seed=9) + 2
+
+
+def step_sizes(rows: int) -> Tensor:
+    return torch.sigmoid(draw(rows, TOKENS, HEADS, seed=8))
+
+
+def matrices(rows: int) -> LinearState:
+    return LinearState(draw(rows, HEADS, VALUE_SIZE, KEY_SIZE, seed=5))
+
+
+def mesa_states(rows: int) -> MesaState:
+    keys = draw(rows, HEADS, KEY_SIZE, KEY_SIZE, seed=6)
+    return MesaState(keys @ keys.mT, matrices(rows).G)
+
+
+def mlstm_states(rows: int) -> MLSTMState:
+    return MLSTMState(draw(rows, HEADS, VALUE_SIZE + 1, KEY_SIZE, seed=5), draw(rows, HEADS, seed=6).abs())
+
+
+class Case(NamedTuple):
+    """A recurrence, and its inputs and states for any number of rows."""
+
+    name: str
+    kind: Any
+    settings: dict[str, Any]
+    inputs: Callable[[int], Any]
+    state: Callable[[int], Any]
+
+    def build(self, implementation: str) -> Recurrence:
+        return self.kind(**self.settings, implementation=implementation)
+
+
+RECURRENCES = [
+    Case("linear", LinearAttention, CHUNKED, lambda n: LinearInputs(*heads(n), gates(n)), matrices),
+    Case("delta", DeltaRule, CHUNKED, lambda n: DeltaInputs(*heads(n), step_sizes(n)), matrices),
+    Case("gated-delta", DeltaRule, CHUNKED, lambda n: DeltaInputs(*heads(n), step_sizes(n), gates(n)), matrices),
+    Case("mlstm", MLSTM, CHUNKED, lambda n: MLSTMInputs(*heads(n), gates(n), input_gates(n)), mlstm_states),
+    Case(
+        "rg-lru", RGLRU, CHUNKED, lambda n: RGLRUInputs(draw(n, TOKENS, CHANNELS, seed=1), gates(n, CHANNELS)),
+        lambda n: RGLRUState(draw(n, CHANNELS, seed=5)),
+    ),
+    Case("mesa", Mesa, SOLVER, lambda n: MesaInputs(*heads(n), gates(n), step_sizes(n)), mesa_states),
+    Case("mesa-rls", MesaRLS, SOLVER, lambda n: MesaInputs(*heads(n), open_gates(n), step_sizes(n)), mesa_states),
+]  # fmt: skip
 DOCUMENTS = [0, 0, 1, 9, 9, 10, 45, 45]
 
 
@@ -230,31 +247,30 @@ def tensors_without_scale(state: Any) -> list[Tensor]:
 @pytest.mark.parametrize("return_state", [False, True], ids=["outputs", "states"])
 @pytest.mark.parametrize("with_state", [False, True], ids=["empty", "continued"])
 @pytest.mark.parametrize("bounds", [None, DOCUMENTS], ids=["sequences", "documents"])
-@pytest.mark.parametrize(("name", "build", "inputs", "state"), RECURRENCES, ids=[case[0] for case in RECURRENCES])
+@pytest.mark.parametrize("case", RECURRENCES, ids=[case.name for case in RECURRENCES])
 def test_a_recurrence_equals_its_steps(
-    name: str, build: Callable, inputs: Callable, state: Callable, bounds: list | None, with_state: bool,
-    return_state: bool,
-) -> None:  # fmt: skip
+    case: Case, bounds: list[int] | None, with_state: bool, return_state: bool
+) -> None:
     """Documents of no and of one token, gates that forget all, a state before each and after each."""
     rows = BATCH if bounds is None else 1
-    before = state(rows if bounds is None else len(bounds) - 1) if with_state else None
-    expected = differentiate(build("reference"), inputs(rows), before, bounds, return_state)
-    found = differentiate(build("torch"), inputs(rows), before, bounds, return_state)
+    before = case.state(rows if bounds is None else len(bounds) - 1) if with_state else None
+    expected = differentiate(case.build("reference"), case.inputs(rows), before, bounds, return_state)
+    found = differentiate(case.build("torch"), case.inputs(rows), before, bounds, return_state)
     for ours, theirs in zip(found, expected, strict=True):
         assert_near(ours, theirs, 1e-9)
 
 
 @pytest.mark.parametrize("starts", [[], [0], [13, 14, 40]], ids=str)
-@pytest.mark.parametrize(("name", "build", "inputs", "state"), RECURRENCES, ids=[case[0] for case in RECURRENCES])
-def test_runs_equal_the_whole(name: str, build: Callable, inputs: Callable, state: Callable, starts: list[int]) -> None:
+@pytest.mark.parametrize("case", RECURRENCES, ids=[case.name for case in RECURRENCES])
+def test_runs_equal_the_whole(case: Case, starts: list[int]) -> None:
     """Five runs, each from the combined summaries of those before it; documents begin anywhere inside them."""
-    recurrence = build("torch")
-    marked = torch.zeros(BATCH, 45, dtype=torch.bool)
+    recurrence = case.build("torch")
+    marked = torch.zeros(BATCH, TOKENS, dtype=torch.bool)
     marked[:, starts] = True
-    marked |= starts_of(None, BATCH, 45, marked.device) if recurrence.marks_starts else False
+    marked |= starts_of(None, BATCH, TOKENS, marked.device) if recurrence.marks_starts else False
     results = []
     for runs in (None, 5):
-        leaves = leaves_of(inputs(BATCH))
+        leaves = leaves_of(case.inputs(BATCH))
         whole = recurrence.reset(leaves, marked)
         if runs is None:
             result = recurrence(whole, None, None, True)
@@ -272,18 +288,17 @@ def test_runs_equal_the_whole(name: str, build: Callable, inputs: Callable, stat
 
 
 @pytest.mark.parametrize("log_gamma", [0.0, -1e-6, -1.0, -20.0, -80.0, float("-inf")])
-@pytest.mark.parametrize(("name", "build", "inputs", "state"), RECURRENCES, ids=[case[0] for case in RECURRENCES])
-def test_no_gate_gives_anything_but_numbers(
-    name: str, build: Callable, inputs: Callable, state: Callable, log_gamma: float
-) -> None:
+@pytest.mark.parametrize("case", RECURRENCES, ids=[case.name for case in RECURRENCES])
+def test_no_gate_gives_anything_but_numbers(case: Case, log_gamma: float) -> None:
     """In fp32, with log input gates up to 200 where they are exponentials."""
-    values = type(inputs(1))(*(None if x is None else x.float() for x in inputs(1)))
+    values = case.inputs(1)
+    values = type(values)(*(None if x is None else x.float() for x in values))
     gate = values.log_gamma if values.log_gamma is not None else values.beta
     values = values._replace(log_gamma=torch.full_like(gate, log_gamma))
     if hasattr(values, "log_i"):
         values = values._replace(log_i=values.log_i * 20)
     leaves = leaves_of(values)
-    o = build("torch")(leaves).o
+    o = case.build("torch")(leaves).o
     gradients = torch.autograd.grad(o.sum(), differentiable(leaves))
     assert all(x.isfinite().all() for x in (o, *gradients))
 

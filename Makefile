@@ -1,9 +1,9 @@
-# make setup | quickstart | test | lint
+# make setup | quickstart | test | lint | configs
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: setup quickstart test lint
+.PHONY: setup quickstart test lint configs
 
 setup: $(STAMP)
 
@@ -33,3 +33,7 @@ lint: setup
 
 test: setup
 	$(BIN)/pytest -q
+
+# The files of configs/paper, from the table of the paper's runs.
+configs: setup
+	$(BIN)/python -m mesatron.config.paper configs/paper

@@ -148,9 +148,22 @@ def prove(
     precision: Annotated[
         Literal["fp32", "bf16"], typer.Option(help="fp32: all within 2e-5; bf16: losses within 1 %.")
     ] = "fp32",
+    mixer: Annotated[
+        list[str] | None, typer.Option(help="Mixer of the model, mesa if left out; several make a pattern.")
+    ] = None,
+    core: Annotated[
+        bool, typer.Option("--core", help="Only the five layouts of two processes in which mixers differ.")
+    ] = False,
 ) -> None:
     """Train a tiny model in every layout that fits, and compare each with one process."""
-    from mesatron.prove.layouts import CASES
+    from mesatron.config.mixers import parse_mixer
+
+    for name in mixer or []:
+        try:
+            parse_mixer(name)
+        except ValueError as error:
+            raise ConfigError(f"--mixer {name} is no mixer; {error}") from None
+    from mesatron.prove.layouts import CASES, CORE
     from mesatron.prove.table import Prover, table
     from mesatron.prove.worlds import fork_server
 
@@ -158,8 +171,9 @@ def prove(
         folder.mkdir(parents=True)
     except FileExistsError:
         raise ConfigError(f"{folder} exists; name a folder that is to be made.") from None
-    fitting = [case for case in CASES if case.processes <= processes]
-    _leave(0 if table(Prover(fork_server(), folder, steps, precision), fitting, typer.echo) else 1)
+    fitting = [case for case in (CORE if core else CASES) if case.processes <= processes]
+    prover = Prover(fork_server(), folder, steps, precision, mixer=mixer or ["mesa"])
+    _leave(0 if table(prover, fitting, typer.echo) else 1)
 
 
 @app.command()

@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mesatron.config import Config, load_config
+from mesatron.config import Config, ModelConfig, load_config
+from mesatron.config.mixers import SECTIONS
 from mesatron.errors import DataError
 from mesatron.model.backbone import Backbone
 
@@ -49,7 +50,7 @@ def replay(path: Path) -> tuple[dict[str, Any], list[Reading]]:
     except (SafetensorError, KeyError, OSError) as error:
         raise DataError(f"{path} is no file of a non-finite step ({error}); look in nonfinite/ of a run.") from None
     readings: list[Reading] = [_read(name, tensor) for name, tensor in tensors.items()]
-    model = Backbone(config.model.model_copy(update={"layers": 1})).to(device)
+    model = Backbone(_only(about["layer"], config.model)).to(device)
     for name, x in tensors.items():
         if name.startswith(PARAMETER):
             own_name = re.sub(r"^blocks\.\d+", "blocks.0", name.removeprefix(PARAMETER))
@@ -73,11 +74,20 @@ def replay(path: Path) -> tuple[dict[str, Any], list[Reading]]:
     return about, readings
 
 
+def _only(layer: str, model: ModelConfig) -> ModelConfig:
+    """`model` with one block, which is that of `layer` if this is a block's name."""
+    number = layer.removeprefix("blocks.")
+    mixer = str(model.mixer_of(int(number) if number.isdigit() else 0))
+    return model.model_copy(update={"layers": 1, "mixer": mixer})
+
+
 def _config(text: str) -> Config:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(text)
         file.flush()
-        overrides = [] if torch.cuda.is_available() else ["model.mesa.implementation=auto", "model.implementation=auto"]
+        overrides = []
+        if not torch.cuda.is_available():
+            overrides = ["model.implementation=auto", *(f"model.{mixer}.implementation=auto" for mixer in SECTIONS)]
         return load_config(Path(file.name), overrides)
 
 

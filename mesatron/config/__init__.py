@@ -1,12 +1,15 @@
-"""One YAML file describes one run: `schema` names every key, `load` reads files, `checks` relates the fields."""
+"""One YAML file describes one run: `schema` and `mixers` name every key, `load` reads, `checks` relates the fields."""
 
 from mesatron.config.checks import accumulation_steps, check_prepared, data_parallel_size
 from mesatron.config.load import changed_keys, dump_config, load_config
-from mesatron.config.schema import Config, MesaConfig, ModelConfig
+from mesatron.config.mixers import AttentionConfig, MesaConfig, MesaRLSConfig
+from mesatron.config.schema import Config, ModelConfig
 
 __all__ = [
+    "AttentionConfig",
     "Config",
     "MesaConfig",
+    "MesaRLSConfig",
     "ModelConfig",
     "accumulation_steps",
     "changed_keys",

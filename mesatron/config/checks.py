@@ -7,6 +7,7 @@ from pathlib import Path
 from mesatron_data.manifest import Manifest
 from mesatron_data.store import is_remote
 
+from mesatron.config.mixers import MesaConfig, MesaRLSConfig
 from mesatron.config.schema import Config
 from mesatron.errors import ConfigError, DataError
 
@@ -18,7 +19,7 @@ def check(config: Config, path: Path) -> None:
 
 
 def _problems(config: Config):
-    model, train, data, mesa = config.model, config.train, config.data, config.model.mesa
+    model, train, data = config.model, config.train, config.data
     if model.heads * model.head_dim != model.width:
         yield (
             f"model.heads x model.head_dim must equal model.width, but {model.heads} x {model.head_dim} = "
@@ -42,11 +43,13 @@ def _problems(config: Config):
         )
     if train.start_lr > train.peak_lr:
         yield f"train.start_lr ({train.start_lr}) must not exceed train.peak_lr ({train.peak_lr})."
-    if mesa.lambda_initial <= mesa.lambda_lower_bound:
-        yield (
-            f"model.mesa.lambda_initial ({mesa.lambda_initial}) must exceed model.mesa.lambda_lower_bound "
-            f"({mesa.lambda_lower_bound})."
-        )
+    sections: dict[str, MesaConfig | MesaRLSConfig] = {"mesa": model.mesa, "mesa_rls": model.mesa_rls}
+    for name, mesa in sections.items():
+        if mesa.lambda_initial <= mesa.lambda_lower_bound:
+            yield (
+                f"model.{name}.lambda_initial ({mesa.lambda_initial}) must exceed model.{name}.lambda_lower_bound "
+                f"({mesa.lambda_lower_bound})."
+            )
     if config.monitor.histogram_every_steps % config.monitor.log_every_steps:
         yield (
             f"monitor.histogram_every_steps must be a multiple of monitor.log_every_steps, but "
@@ -89,7 +92,7 @@ def _parallel_problems(config: Config):
             f"data.context_length must be a multiple of {factors}, but {context_length} = "
             f"{context_length // token_parts} x {token_parts} + {context_length % token_parts}."
         )
-    borrowed = model.mesa.convolution_width - 1
+    borrowed = max(getattr(getattr(model, name), "convolution_width", 1) for name in model.used_mixers) - 1
     if pieces > 1 and context_length // pieces < borrowed:
         yield (
             f"data.context_length / parallel.context_size = {context_length} / {pieces} = {context_length // pieces} "

@@ -141,7 +141,8 @@ def first_error(error: ValidationError, schema: type[BaseModel] = Config) -> str
     if detail["type"] == "missing":
         return f"key '{location}' is missing; set it in the file or as an override."
     message = _MESSAGES.get(detail["type"]) or detail["msg"][0].lower() + detail["msg"][1:]
-    return f"'{location}' is {detail['input']!r}, but {message.removeprefix('input ')}."
+    end = "" if message.endswith("?") else "."
+    return f"'{location}' is {detail['input']!r}, but {message.removeprefix('input ')}{end}"
 
 
 def _suggestion(location: tuple[str | int, ...], schema: type[BaseModel]) -> str:
@@ -152,7 +153,7 @@ def _suggestion(location: tuple[str | int, ...], schema: type[BaseModel]) -> str
     here = {name: ".".join([*parents, name]) for name in section.model_fields}
     if not parents:
         here["base"] = "base"
-    everywhere = {key.rpartition(".")[2]: key for key in _all_keys(schema)}
+    everywhere = {key.rpartition(".")[2]: key for key in reversed(_all_keys(schema))}
     for known, likeness in ((here, 0.7), (everywhere, 0.7), (here, 0.5)):
         near = difflib.get_close_matches(wrong, known, n=1, cutoff=likeness)
         if near:

@@ -6,16 +6,35 @@ Torch-free, so that a login node checks a file in well under a second.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+from mesatron.config.mixers import (
+    AttentionConfig,
+    DeltaNetConfig,
+    GatedDeltaNetConfig,
+    GLAConfig,
+    HawkConfig,
+    Mamba2Config,
+    MesaConfig,
+    MesaRLSConfig,
+    Mixer,
+    MixerConfig,
+    MixerPattern,
+    MLSTMConfig,
+    SWAConfig,
+    parse_mixer,
+)
+from mesatron.config.section import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 
 def _location(value: object) -> str:
@@ -26,58 +45,6 @@ def _location(value: object) -> str:
 
 Location = Annotated[str, BeforeValidator(_location)]
 """A folder, or the URL of one."""
-
-
-class Section(BaseModel):
-    """A part of the config file; unknown keys are errors and values never change after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_truth_value(cls, value: Any, info: ValidationInfo) -> Any:
-        # Python, and so pydantic, takes true for 1; YAML takes yes and on for true.
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
-            raise PydanticCustomError(
-                "truth_value", "should not be a truth value (YAML reads yes, no, on, off as such)"
-            )
-        return value
-
-
-class MixerConfig(Protocol):
-    """What the config knows of a mixer: its settings and how many parameters it adds to each block."""
-
-    def parameter_count(self, model: ModelConfig) -> int:
-        """Parameters of one layer of this mixer inside `model`."""
-        ...
-
-
-class MesaConfig(Section):
-    """The Mesa mixer (arXiv 2506.05233, sections 2, E, G.2 and G.5)."""
-
-    gamma_cap: Annotated[float, Field(gt=0, le=1)] = 0.9975
-    """Largest forget gate when the input gate is 1: gamma = gamma_raw (1 - (1 - cap) beta^2); 1 leaves it uncapped."""
-    lambda_lower_bound: NonNegativeFloat = 0.25
-    """Lambda = bound + softplus(theta), per head and channel."""
-    lambda_initial: PositiveFloat = 1.0
-    """Lambda before the first step; must exceed the lower bound."""
-    convolution_width: PositiveInt = 4
-    """Tokens seen by the causal depthwise convolution on q and k."""
-    solver_steps: PositiveInt = 30
-    """Most conjugate gradient steps of a solve, forward and backward."""
-    solver_tolerance: Annotated[float, Field(ge=0, lt=1)] = 1e-4
-    """A token's solve stops at this residual, relative to its right-hand side; 0 always takes `solver_steps`."""
-    chunk_size: PositiveInt = 64
-    """Tokens per chunk of the parallel form; changes speed and rounding, not the result."""
-    implementation: Literal["auto", "reference", "torch", "triton"] = "auto"
-    """Operator implementation: `triton` needs a GPU; `auto` takes it where its self-check passes, else `torch`."""
-
-    def parameter_count(self, model: ModelConfig) -> int:
-        """q, k, v and output projections, two gates with bias, two convolutions, Lambda and the per-head norm."""
-        inner = model.heads * model.head_dim
-        projections = 4 * model.width * inner
-        gates = 2 * (model.width * model.heads + model.heads)
-        return projections + gates + 2 * inner * self.convolution_width + 2 * inner
 
 
 class ModelConfig(Section):
@@ -93,8 +60,8 @@ class ModelConfig(Section):
     """Mixer heads."""
     head_dim: PositiveInt = 128
     """Channels per head, for keys and values alike."""
-    mixer: Literal["mesa"] = "mesa"
-    """Sequence mixer of every block."""
+    mixer: MixerPattern = "mesa"
+    """Sequence mixer of every block, such as `gla` or `swa-256`, or a list of them that repeats over the blocks."""
     mlp_ratio: PositiveFloat = 3.0
     """Width of each SwiGLU branch over the model's width."""
     logit_cap: PositiveFloat = 30.0
@@ -105,17 +72,52 @@ class ModelConfig(Section):
     """Norms, short convolution, SwiGLU and loss: `triton` needs a GPU; `auto` takes it there, and `torch` elsewhere."""
     mesa: MesaConfig = MesaConfig()
     """Settings of the Mesa mixer."""
+    mesa_rls: MesaRLSConfig = MesaRLSConfig()
+    """Settings of the original Mesa mixer."""
+    gla: GLAConfig = GLAConfig()
+    """Settings of GLA."""
+    mamba2: Mamba2Config = Mamba2Config()
+    """Settings of Mamba2."""
+    mlstm: MLSTMConfig = MLSTMConfig()
+    """Settings of the mLSTM."""
+    deltanet: DeltaNetConfig = DeltaNetConfig()
+    """Settings of DeltaNet."""
+    gated_deltanet: GatedDeltaNetConfig = GatedDeltaNetConfig()
+    """Settings of Gated DeltaNet."""
+    hawk: HawkConfig = HawkConfig()
+    """Settings of Hawk."""
+    transformer: AttentionConfig = AttentionConfig()
+    """Settings of softmax attention."""
+    swa: SWAConfig = SWAConfig()
+    """Settings of sliding-window attention."""
 
     @property
     def mlp_width(self) -> int:
         """Channels of each SwiGLU branch."""
         return round(self.mlp_ratio * self.width)
 
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The pattern of mixers, which repeats over the layers."""
+        names = self.mixer if isinstance(self.mixer, list) else [self.mixer]
+        return [mixer for name in names for mixer in parse_mixer(name)]
+
+    @property
+    def used_mixers(self) -> list[str]:
+        """Names of the config sections of all mixers that a layer has, each once."""
+        return list(dict.fromkeys(self.mixer_of(layer).name for layer in range(self.layers)))
+
+    def mixer_of(self, layer: int) -> Mixer:
+        """The mixer of a layer."""
+        pattern = self.mixers
+        return pattern[layer % len(pattern)]
+
     def parameter_count(self) -> int:
         """Trainable parameters, the tied embedding counted once."""
-        mixer: MixerConfig = getattr(self, self.mixer)
-        block = mixer.parameter_count(self) + 3 * self.width * self.mlp_width + 2 * self.width
-        return self.vocabulary_size * self.width + self.layers * block + self.width
+        sections: list[MixerConfig] = [getattr(self, self.mixer_of(layer).name) for layer in range(self.layers)]
+        mixers = sum(section.parameter_count(self) for section in sections)
+        rest = self.layers * (3 * self.width * self.mlp_width + 2 * self.width)
+        return self.vocabulary_size * self.width + mixers + rest + self.width
 
 
 class TokenizerConfig(Section):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mesatron.checkpoint.reader import CheckpointReader, open_checkpoint
 from mesatron.config import Config, check_prepared, load_config
-from mesatron.errors import DataError
+from mesatron.errors import ConfigError, DataError
 from mesatron.evaluate.perplexity import Perplexity, measure
 from mesatron.kernel_choice import choose_kernels, with_kernels
 from mesatron.model.backbone import Backbone
@@ -39,21 +39,28 @@ class TrainedModel:
             )
 
 
-def load_model(path: Path, mesa: dict[str, Any] | None = None) -> TrainedModel:
-    """The model of a checkpoint or of a run's newest one, on the GPU if there is one; `mesa` replaces mixer settings.
+def load_model(path: Path, solver: dict[str, Any] | None = None) -> TrainedModel:
+    """The model of a checkpoint or of a run's newest one, on the GPU if there is one; `solver` replaces settings of its
+    Mesa layers.
 
     Weights are in bf16 where the run trained in it. Kernels are those that fit this machine, whatever the run trained
     with. Raises CheckpointError when there is none that verifies, ConfigError when its config is not one of this
-    version.
+    version or when there are settings for Mesa layers and no such layers.
     """
     reader = open_checkpoint(path)
     config = load_config(reader.folder / "config.yaml")
-    settings = config.model.mesa.model_copy(update={"implementation": "auto"} | (mesa or {}))
-    config = config.model_copy(
-        update={"model": config.model.model_copy(update={"implementation": "auto", "mesa": settings})}
-    )
+    mixers = config.model.used_mixers
+    if solver and not {"mesa", "mesa_rls"} & set(mixers):
+        raise ConfigError(
+            f"{reader.folder} has no mixer with a solver (it has {', '.join(mixers)}); leave out {', '.join(solver)}."
+        )
+    sections: dict[str, Any] = {"implementation": "auto"}
+    for name in mixers:
+        settings = {"implementation": "auto"} | (solver or {} if name in ("mesa", "mesa_rls") else {})
+        sections[name] = getattr(config.model, name).model_copy(update=settings)
+    config = config.model_copy(update={"model": config.model.model_copy(update=sections)})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = Backbone(with_kernels(config, choose_kernels(config, device).implementation).model)
+    model = Backbone(with_kernels(config, choose_kernels(config, device)).model)
     reader.check_model({name: tuple(p.shape) for name, p in model.named_parameters()})
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -17,11 +17,11 @@ from mesatron.model.seams import Seams
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, seams: Seams) -> None:
+    def __init__(self, config: ModelConfig, seams: Seams, layer: int = 0) -> None:
         super().__init__()
         self.seams = seams
         self.mixer_norm = RMSNorm((config.width,), config.norm_epsilon, config.implementation)
-        self.mixer = build_mixer(config, seams)
+        self.mixer = build_mixer(config, seams, layer)
         self.mlp_norm = RMSNorm((config.width,), config.norm_epsilon, config.implementation)
         self.mlp = MLP(config)
 
@@ -44,7 +44,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.config, self.seams = config, seams or Seams()
         self.embedding = self.seams.embedding(config)
-        self.blocks = nn.ModuleList(Block(config, self.seams) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, self.seams, layer) for layer in range(config.layers))
         self.norm = RMSNorm((config.width,), config.norm_epsilon, config.implementation)
 
     def forward(
@@ -75,7 +75,8 @@ class Backbone(nn.Module):
     def decode(self, tokens: Tensor, states: list[Any] | None = None) -> tuple[Tensor, list[Any]]:
         """fp32 logits [B, vocabulary] after the last of `tokens` [B, T] and the state of every layer.
 
-        `states` continue an earlier call; their size does not depend on how many tokens went before.
+        `states` continue an earlier call; their size does not depend on how many tokens went before, except where the
+        mixer is softmax attention without a window.
         """
         x = self.embedding(tokens)
         after = []

@@ -1,24 +1,34 @@
-"""The mixer's input path for queries and keys: a short causal convolution, SiLU, and heads of norm 1."""
+"""The mixers' input path: a short causal convolution, and for queries and keys SiLU and heads of norm 1."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from mesatron.model import fused
 from mesatron.model.parameter import make_parameter
 
 
 class ShortConvolution(nn.Module):
-    """Heads of silu(y) brought to norm 1, where y_t = sum_j w_j x_(t-j), j = 0 .. width-1, channel by channel.
+    """y_t = sum_j w_j x_(t-j), j = 0 .. width-1, channel by channel, cut into heads of `head_dim` channels.
 
-    weight [channels, width], no bias; a head is `head_dim` channels.
+    weight [channels, width], no bias. `then`: heads of silu(y) brought to norm 1, heads of silu(y), or of y itself.
     """
 
-    def __init__(self, channels: int, width: int, head_dim: int, implementation: str = "auto") -> None:
+    def __init__(
+        self,
+        channels: int,
+        width: int,
+        head_dim: int,
+        implementation: str = "auto",
+        then: Literal["unit", "silu", "nothing"] = "unit",
+    ) -> None:
         super().__init__()
         self.width, self.head_dim = width, head_dim
-        self.implementation = implementation
+        self.implementation, self.then = implementation, then
         self.weight = make_parameter(channels, width, std=width**-0.5)
 
     def forward(
@@ -30,7 +40,11 @@ class ShortConvolution(nn.Module):
         `cu_seqlens` [N+1] (then B is 1) no document sees the one before it.
         """
         position = None if cu_seqlens is None else positions_in_documents(cu_seqlens, x.shape[1])
-        y = fused.unit_heads(x, self.weight, position, history, self.head_dim, self.implementation)
+        if self.then == "unit":
+            y = fused.unit_heads(x, self.weight, position, history, self.head_dim, self.implementation)
+        else:
+            y = fused.convolve(x, self.weight, position, history).unflatten(-1, (-1, self.head_dim))
+            y = F.silu(y) if self.then == "silu" else y
         return y, self._history_after(x, history)
 
     def _history_after(self, x: Tensor, history: Tensor | None) -> Tensor:

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from mesatron_kernels import MesaOutput, mesa
+import torch
 from torch import Tensor
 
 from mesatron.config import ModelConfig
+from mesatron.model.attention import Attention
 from mesatron.model.convolution import ShortConvolution
 from mesatron.model.embedding import TiedEmbedding
+from mesatron.model.recurrences import Output, Recurrence
 
 
 class Seams:
     """What stands at these places in a whole model, which is nothing. Others may compute a share of it.
 
-    A mixer or MLP between `enter` and `leave` may hold a share of the heads or channels; `convolve` and `mesa` are
-    where a mixer looks at other tokens, which may lie elsewhere.
+    A mixer or MLP between `enter` and `leave` may hold a share of the heads or channels; `convolve`, `recur`
+    and `attend` are where a mixer looks at other tokens, which may lie elsewhere.
     """
 
     def embedding(self, config: ModelConfig) -> TiedEmbedding:
@@ -42,8 +44,16 @@ class Seams:
         """`convolution` of x [B, T, C]: heads, and what comes before the tokens that follow."""
         return convolution(x, history, cu_seqlens)
 
-    def mesa(
-        self, q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, beta: Tensor, lam: Tensor, **how: Any
-    ) -> MesaOutput:
-        """`mesatron_kernels.mesa`."""
-        return mesa(q, k, v, log_gamma, beta, lam, **how)
+    def recur(
+        self, recurrence: Recurrence, inputs: Any, initial_state: Any, cu_seqlens: Tensor | None, return_state: bool
+    ) -> Output:
+        """`recurrence` of `inputs`, see there."""
+        return recurrence(inputs, initial_state, cu_seqlens, return_state)
+
+    def attend(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """`attention` of q [B, T, h, D], the last T of the tokens of k and v [B, S, h, D]."""
+        segments = None
+        if cu_seqlens is not None:
+            tokens = torch.arange(k.shape[1], device=k.device)
+            segments = torch.searchsorted(cu_seqlens, tokens, right=True)[None]
+        return attention(q, k, v, segments)

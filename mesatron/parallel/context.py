@@ -1,26 +1,29 @@
-"""Context parallelism for recurrent mixers: every process holds a run of tokens of each sequence.
+"""Context parallelism: every process holds a run of tokens of each sequence.
 
-What a process has to know of all tokens before its run is one state. The state after a run is decay * state before +
-summary, with decay the product of the run's forget gates and summary the state after it from an empty start. So each
-process summarises its run, all exchange summaries, and each combines those to its left (paper section 2: the
-recurrences are linear in the state). What is sent does not grow with the number of tokens, in the backward pass
-neither: there each process gets the gradient of its summary from all those to its right. The convolution borrows the
-last tokens of the run to the left.
+What a process has to know of all tokens before its run is one state. The recurrences are linear in it (paper section
+2): the state after a run is transition * state before + summary, with transition the product of what the run's tokens
+do to a state (a decay, or a matrix) and summary the state after it from an empty start. So each process summarises its
+run, all exchange summaries, and each combines those to its left. What is sent does not grow with the number of tokens,
+in the backward pass neither: there each process gets the gradient of its summary from all those to its right. The
+convolution borrows the last tokens of the run to the left. Softmax attention has no such state: keys and values are
+gathered.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from mesatron_kernels import MesaOutput, MesaState, mesa
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mesatron.config import Config
+from mesatron.model.attention import Attention
 from mesatron.model.convolution import ShortConvolution
-from mesatron.model.precision import at_least_fp32
+from mesatron.model.recurrences import Output, Recurrence
+from mesatron.model.recurrences.recurrence import starts_of
 from mesatron.parallel.layout import Group
 from mesatron.parallel.megatron import gather_from_sequence_parallel_region
 
@@ -58,60 +61,48 @@ class ContextParallel:
         y = y.reshape(*extended.shape[:2], *y.shape[2:])[:, borrowed:]
         return y.reshape(*x.shape[:2], *y.shape[2:]), after
 
-    def mesa(
-        self, q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, beta: Tensor, lam: Tensor,
-        *, cu_seqlens: Tensor | None, **how: Any,
-    ) -> MesaOutput:  # fmt: skip
-        """`mesatron_kernels.mesa` of these runs, given the state that the runs to the left lead to."""
-        shape = q.shape[:2]
-        q, k, v, log_gamma, beta = map(self._runs, (q, k, v, log_gamma, beta))
+    def recur(self, recurrence: Recurrence, inputs: Any, cu_seqlens: Tensor | None) -> Output:
+        """`recurrence` of the inputs [B, T, ...] of these runs, given the state that the runs to the left lead to."""
+        shape = inputs[0].shape[:2]
+        runs = type(inputs)(*(x if x is None else self._runs(x) for x in inputs))
         if cu_seqlens is not None:
-            log_gamma = log_gamma.masked_fill(self._starts(cu_seqlens, len(q))[..., None], float("-inf"))
-        summary, log_decay = checkpoint(summarize, k, v, log_gamma, beta, use_reentrant=False)
-        before = self._combine(summary, log_decay)
-        result = mesa(
-            q, k, v, log_gamma, beta, lam, **how | {"initial_state": MesaState(*before.split(k.shape[-1], -2))}
-        )  # fmt: skip
-        o, steps, residual = (x.reshape(*shape, *x.shape[2:]) for x in (result.o, result.steps, result.residual))
-        return MesaOutput(o, result.state, steps, residual)
+            runs = recurrence.reset(runs, self._starts(cu_seqlens, len(runs[0])))
+        elif recurrence.marks_starts and self.group.rank == 0:
+            runs = recurrence.reset(runs, starts_of(None, len(runs[0]), self.run_length, runs[0].device))
+        own = checkpoint(recurrence.summarize, runs, use_reentrant=False)
+        # Without a process to the left there is nothing to combine; the backward pass still meets the others here.
+        before = recurrence.combine([x[: self.group.rank] for x in self._exchange(own)])
+        result = recurrence(runs, before)
+        figures = {name: x.reshape(*shape, *x.shape[2:]) for name, x in result.figures.items()}
+        return Output(result.o.reshape(*shape, *result.o.shape[2:]), None, figures)
 
-    def _combine(self, summary: Tensor, log_decay: Tensor) -> Tensor:
-        """The state before this process's runs [B, h, E, D] from every process's summary and log decay [B, h]."""
-        own = torch.cat([summary.flatten(2), log_decay.unsqueeze(-1)], -1)
-        gathered = gather_from_sequence_parallel_region(own.unsqueeze(0), group=self.group.handle)
-        # Without a process to the left the sums are empty; the backward pass still meets the others in the exchange.
-        return combine(gathered[: self.group.rank, ..., :-1], gathered[: self.group.rank, ..., -1]).view_as(summary)
+    def attend(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        """`attention` of the queries of these runs; keys and values [B, T, h, D] of all runs are gathered."""
+        shape = q.shape
+        q, k, v = map(self._runs, (q, k, v))
+        (gathered,) = self._exchange([torch.stack([k, v])])
+        seen = slice(0, (self.group.rank + 1) * self.run_length)
+        k, v = gathered.movedim(0, 2).flatten(2, 3)[:, :, seen]
+        segments = None
+        if cu_seqlens is not None:
+            starts = self._starts(cu_seqlens, len(q))
+            (gathered,) = self._exchange([starts.int()])
+            segments = gathered.movedim(0, 1).flatten(1, 2).cumsum(1)[:, seen]
+        return attention(q, k, v, segments).reshape(shape)
+
+    def _exchange(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """Each of the tensors as all processes have it [n, ...], in one collective; gradients are summed."""
+        sizes = [x.numel() for x in own]
+        together = torch.cat([x.flatten() for x in own]).unsqueeze(0)
+        gathered = gather_from_sequence_parallel_region(together, group=self.group.handle)
+        return [x.view(-1, *y.shape) for x, y in zip(gathered.split(sizes, 1), own, strict=True)]
 
     def _runs(self, x: Tensor) -> Tensor:
         return x.reshape(-1, self.run_length, *x.shape[2:])
 
     def _starts(self, cu_seqlens: Tensor, rows: int) -> Tensor:
         """bool [B, T]: tokens that begin a document."""
-        starts = torch.zeros(rows * self.run_length + 1, dtype=torch.bool, device=cu_seqlens.device)
-        return starts.index_fill(0, cu_seqlens.long(), True)[:-1].view(rows, self.run_length)
-
-
-def summarize(k: Tensor, v: Tensor, log_gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """State [H; G] [B, h, D + Dv, D] after tokens [B, T, h, ...] from an empty start; log decay [B, h] over them."""
-    with torch.autocast(k.device.type, enabled=False):
-        k, v = at_least_fp32(k), at_least_fp32(v)
-        weighted = k * (_decay_after(log_gamma, 1) * beta).to(k.dtype).unsqueeze(-1)
-        H = torch.einsum("bthi,bthj->bhij", k, weighted)
-        G = torch.einsum("bthi,bthj->bhij", v, weighted)
-        return torch.cat([H, G], -2), log_gamma.double().sum(1).to(k.dtype)
-
-
-def combine(summaries: Tensor, log_decays: Tensor) -> Tensor:
-    """State [...] after runs in a row, from the summary [n, B, h, ...] and log decay [n, B, h] of each."""
-    weight = _decay_after(log_decays, 0).to(summaries.dtype)
-    return (summaries * weight.view(*weight.shape, *[1] * (summaries.ndim - weight.ndim))).sum(0)
-
-
-def _decay_after(log_decay: Tensor, dimension: int) -> Tensor:
-    """exp of the sum of all later entries along `dimension`, in float64: an exponent may be the sum of thousands."""
-    entries = log_decay.double().movedim(dimension, 0)
-    later = torch.cat([entries[1:], torch.zeros_like(entries[:1])])
-    return later.flip(0).cumsum(0).flip(0).exp().movedim(0, dimension)
+        return starts_of(cu_seqlens, rows, self.run_length, cu_seqlens.device)
 
 
 class _FromLeft(torch.autograd.Function):

@@ -97,7 +97,7 @@ class Stages(PipelineModule):
     ) -> None:  # fmt: skip
         layers = [
             EmbeddingSpec(config, seams, _embed),
-            *(LayerSpec(StageBlock, config, seams) for _ in range(config.layers)),
+            *(LayerSpec(StageBlock, config, seams, layer) for layer in range(config.layers)),
             LayerSpec(StageNorm, (config.width,), config.norm_epsilon, config.implementation),
             EmbeddingSpec(config, seams, score),
         ]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from mesatron_kernels import MesaOutput
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mesatron.config import Config, ModelConfig
+from mesatron.model.attention import Attention
 from mesatron.model.convolution import ShortConvolution
 from mesatron.model.embedding import TiedEmbedding
+from mesatron.model.recurrences import Output, Recurrence
 from mesatron.model.seams import Seams
 from mesatron.parallel.layout import Layout
 
@@ -59,8 +60,14 @@ class SharedSeams(Seams):
             return super().convolve(convolution, x, history, cu_seqlens)
         return self.context.convolve(convolution, x, cu_seqlens)
 
-    def mesa(
-        self, q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, beta: Tensor, lam: Tensor, **how: Any
-    ) -> MesaOutput:
-        operator = self.context.mesa if self.context else super().mesa
-        return operator(q, k, v, log_gamma, beta, lam, **how)
+    def recur(
+        self, recurrence: Recurrence, inputs: Any, initial_state: Any, cu_seqlens: Tensor | None, return_state: bool
+    ) -> Output:
+        if self.context is None:
+            return super().recur(recurrence, inputs, initial_state, cu_seqlens, return_state)
+        return self.context.recur(recurrence, inputs, cu_seqlens)
+
+    def attend(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        if self.context is None:
+            return super().attend(attention, q, k, v, cu_seqlens)
+        return self.context.attend(attention, q, k, v, cu_seqlens)

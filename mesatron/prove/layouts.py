@@ -94,3 +94,11 @@ CASES = [
     Case(tensor=2, context=2, sequence_parallel=True, micro_batch=2),
     Case(context=2, pipeline=2, micro_batch=2),
 ]
+CORE = [
+    Case(tensor=2, documents=True),
+    Case(tensor=2, sequence_parallel=True),
+    Case(context=2),
+    Case(context=2, documents=True),
+    Case(pipeline=2, documents=True),
+]
+"""Those in which mixers differ, two processes each."""

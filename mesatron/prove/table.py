@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -54,11 +54,14 @@ class Verdict:
 
 
 class Prover:
-    """Runs a tiny model in `folder` in one layout after the other, in `precision`: fp32 or bf16.
+    """Runs a tiny model in `folder` in one layout after the other, in `precision`: fp32 or bf16; `mixer` is the pattern
+    of its layers.
 
-    Sizes divide as little as they may: vocabulary_size, 3 blocks, sequences of 96 tokens that documents cross. The
-    solver's tolerance is 1e-7, since context parallelism regroups chunks and so agrees to the tolerance only; Adam's
-    epsilon 1e-6, since it makes an update of full size from a gradient that is all rounding.
+    Sizes divide as little as they may: vocabulary_size, 3 blocks or more, sequences of 96 tokens that documents cross.
+    The solver's tolerance is 1e-7, since context parallelism regroups chunks and so agrees to the tolerance only.
+    Adam's epsilon is 1e-6, since it makes an update of full size from a gradient that is all rounding, and the norms'
+    1e-2, since they divide a head's output by its size; they are 1e-4 and 1e-1 where there are mixers other than Mesa,
+    whose gates' gradients and heads come nearer to 0.
     """
 
     def __init__(
@@ -68,20 +71,24 @@ class Prover:
         steps: int,
         precision: str = "fp32",
         vocabulary_size: int = 50257,
+        mixer: Sequence[str] = ("mesa",),
     ) -> None:
         self.context, self.folder, self.steps, self.precision = context, folder, steps, precision
         self.traces: dict[Case, Trace] = {}
+        norm_epsilon, epsilon = (1e-2, 1e-6) if set(mixer) == {"mesa"} else (1e-1, 1e-4)
         values = {
             "name": "proof", "runs_folder": str(folder / "runs"),
             "model": {
-                "vocabulary_size": vocabulary_size, "width": 24, "layers": 3, "heads": 4, "head_dim": 6,
-                "mlp_ratio": 1.5, "norm_epsilon": 1e-2, "mesa": {"chunk_size": 16, "solver_tolerance": 1e-7},
+                "vocabulary_size": vocabulary_size, "width": 24, "layers": max(3, len(mixer)), "heads": 4,
+                "head_dim": 6, "mlp_ratio": 1.5, "norm_epsilon": norm_epsilon, "mixer": list(mixer),
+                "mesa": {"chunk_size": 16, "solver_tolerance": 1e-7},
+                "mesa_rls": {"chunk_size": 16, "solver_tolerance": 1e-7},
             },
             "tokenizer": {"path": str(folder / "no-tokenizer")},
             "data": {"input_folder": str(folder / "no-text"), "folder": str(folder / "shards"), "context_length": 96},
             "train": {
                 "steps": steps, "global_batch_size": 12, "micro_batch_size": 1, "precision": precision, "peak_lr": 1e-3,
-                "start_lr": 1e-3, "warmup_steps": 0, "epsilon": 1e-6,
+                "start_lr": 1e-3, "warmup_steps": 0, "epsilon": epsilon,
             },
             "checkpoint": {"every_steps": 1, "keep_last": steps},
             "evaluate": {"every_steps": steps, "max_sequences": 8, "micro_batch_size": 2},

@@ -12,18 +12,19 @@ from mesatron.train.run import ResumePoint
 
 
 def announcement(
-    config: Config, start: ResumePoint, kernels: Choice, layout: Layout, accumulation_steps: int,
+    config: Config, start: ResumePoint, kernels: dict[str, Choice], layout: Layout, accumulation_steps: int,
     stream: TrainStream,
 ) -> list[str]:  # fmt: skip
     """The lines: run, model, kernels, layout, batch arithmetic, data and steps."""
     train, saves, world = config.train, config.checkpoint, layout.world
     where = f"continues {start.checkpoint}" if start.checkpoint else "starts from seed " + str(train.seed)
+    mixers = " ".join(map(str, config.model.mixers))
+    chosen = ", ".join(f"{name} {choice.implementation} ({choice.reason})" for name, choice in kernels.items())
     return [
         f"run        {config.run_folder} ({where}; {start.attempt})",
         *(f"note       {note}" for note in start.notes),
-        f"model      {config.model.mixer}, {config.model.parameter_count():,} parameters, {train.precision}",
-        f"kernels    {kernels.implementation} ({kernels.reason}); around it "
-        f"{fused.form(config.model.implementation, world.device)}",
+        f"model      {mixers}, {config.model.parameter_count():,} parameters, {train.precision}",
+        f"kernels    {chosen}; around them {fused.form(config.model.implementation, world.device)}",
         f"processes  {world.size} on {world.device.type}, ZeRO-{config.parallel.zero_stage}",
         f"layout     {layout.describe()}",
         f"batch      {train.global_batch_size} sequences = {train.micro_batch_size} x {accumulation_steps} "

@@ -116,7 +116,7 @@ class Trainer:
         watchdog.begin("checking data and kernels", START_SECONDS)
         self.texts = {"config.yaml": dump_config(config), "environment.json": json.dumps(environment, indent=1) + "\n"}
         self.kernels = world.from_first(lambda: choose_kernels(config, world.device))
-        self.config = with_kernels(config, self.kernels.implementation)
+        self.config = with_kernels(config, self.kernels)
         self.world, self.run, self.watchdog, self.start = world, run, watchdog, start
         self.checkpoint, self.allow_changes = checkpoint, allow_changes
         data_size = world.from_first(lambda: data_parallel_size(config, world.size))

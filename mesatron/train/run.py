@@ -14,6 +14,7 @@ from mesatron.checkpoint.format import LATEST, point_latest, set_aside
 from mesatron.checkpoint.retention import remove, remove_leftovers
 from mesatron.checkpoint.verify import CheckpointInfo, find_latest, list_checkpoints
 from mesatron.config import Config, changed_keys, dump_config, load_config
+from mesatron.config.mixers import SECTIONS
 from mesatron.errors import ENDED_AFTER_SAVING, CheckpointError, ConfigError, LossSpikeError
 from mesatron.files import replace_file
 from mesatron.monitor.attempts import Attempt, read_attempts
@@ -30,8 +31,7 @@ FREE_KEYS = (
     "train.micro_batch_size", "train.activation_checkpointing", "train.loss_chunk_tokens", "train.max_skipped_steps",
     "train.watchdog_seconds", "train.dump_nonfinite", "train.spike_sigma", "train.spike_steps", "train.max_rewinds",
     "tokenizer.", "parallel.", "checkpoint.", "monitor.", "evaluate.", "launch.", "model.implementation",
-    "model.mesa.implementation",
-    "model.mesa.chunk_size",
+    *(f"model.{mixer}.{key}" for mixer in SECTIONS for key in ("implementation", "chunk_size")),
 )  # fmt: skip
 
 

@@ -6,23 +6,58 @@ from pathlib import Path
 
 import pytest
 import torch
+from mesatron_kernels import Choice
 from mesatron_kernels.selfcheck import PairCheck
 
 from mesatron.config import load_config
 from mesatron.errors import ConfigError
 from mesatron.kernel_choice import choose_kernels, with_kernels
+from mesatron.model.recurrences import fla_core
 
 selfcheck = importlib.import_module("mesatron_kernels.selfcheck")
 
 
 def test_without_a_gpu(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
     config = load_config(tiny_config(tmp_path))
-    assert choose_kernels(config, torch.device("cpu")) == ("torch", "no GPU")
-    named = with_kernels(config, "reference")
-    assert choose_kernels(named, torch.device("cpu")) == ("reference", "as asked")
-    assert with_kernels(named, "auto") == config
+    assert choose_kernels(config, torch.device("cpu")) == {"mesa": ("torch", "no GPU")}
+    named = with_kernels(config, {"mesa": Choice("reference", "")})
+    assert choose_kernels(named, torch.device("cpu")) == {"mesa": ("reference", "as asked")}
+    assert with_kernels(named, {"mesa": Choice("auto", "")}) == config
     with pytest.raises(ConfigError, match="needs a GPU"):
-        choose_kernels(with_kernels(config, "triton"), torch.device("cpu"))
+        choose_kernels(with_kernels(config, {"mesa": Choice("triton", "")}), torch.device("cpu"))
+
+
+def test_mixers_with_kernels_of_fla_core_need_a_gpu(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
+    config = load_config(tiny_config(tmp_path), ["model.mixer=[gla, hawk, mesa]", "model.layers=4"])
+    cpu = torch.device("cpu")
+    assert choose_kernels(config, cpu) == dict.fromkeys(("gla", "hawk", "mesa"), ("torch", "no GPU"))
+    for mixer in ("gla", "hawk"):
+        named = load_config(tiny_config(tmp_path), [f"model.mixer={mixer}", f"model.{mixer}.implementation=fla"])
+        with pytest.raises(ConfigError, match=f"model.{mixer}.implementation is fla, which cannot be used: no GPU"):
+            choose_kernels(named, cpu)
+    unused = load_config(tiny_config(tmp_path), ["model.gla.implementation=fla"])
+    assert choose_kernels(unused, cpu) == {"mesa": ("torch", "no GPU")}
+
+
+@pytest.mark.parametrize(
+    ("triton", "kernel", "reason"),
+    [
+        ("3.6.0", "simple_gla", "Triton 3.6.0 miscompiles fla-core's simple_gla on Hopper"),
+        ("3.7.0", "gated_delta_rule", "Triton 3.7.0 miscompiles fla-core's gated_delta_rule on Hopper"),
+        ("3.3.1", "simple_gla", None), ("3.7.1", "simple_gla", None), ("3.6.0", "delta_rule", None),
+    ],
+)  # fmt: skip
+def test_kernels_that_triton_miscompiles(
+    monkeypatch: pytest.MonkeyPatch, triton: str, kernel: str, reason: str | None
+) -> None:
+    """On a made-up Hopper GPU with fla-core; in fp32 none of them is there, but the scan."""
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(fla_core, "find_spec", lambda name: object())
+    monkeypatch.setattr(fla_core.importlib.metadata, "version", lambda name: triton)
+    assert fla_core.refusal(kernel, torch.bfloat16, gpu) == reason
+    assert fla_core.refusal(kernel, torch.float32, gpu) == f"fla-core's {kernel} has no float32"
+    assert fla_core.refusal("hgrn", torch.float32, gpu) is None
 
 
 def test_a_failed_check_counts_for_its_precision(
@@ -43,8 +78,8 @@ def test_a_failed_check_counts_for_its_precision(
         load_config(tiny_config(tmp_path, **{"train.precision": name, "model.head_dim": 32, "model.width": 64}))
         for name in ("fp32", "bf16")
     )
-    assert choose_kernels(fp32, gpu) == ("triton", "its self-check passed")
-    assert choose_kernels(bf16, gpu) == ("torch", "triton failed its self-check: dk by 5.0e-01")
+    assert choose_kernels(fp32, gpu) == {"mesa": ("triton", "its self-check passed")}
+    assert choose_kernels(bf16, gpu) == {"mesa": ("torch", "triton failed its self-check: dk by 5.0e-01")}
     with pytest.raises(ConfigError, match=r"implementation is triton: .* fails its self-check here for torch.bfloat16"):
-        choose_kernels(with_kernels(bf16, "triton"), gpu)
+        choose_kernels(with_kernels(bf16, {"mesa": Choice("triton", "")}), gpu)
     selfcheck._forget()

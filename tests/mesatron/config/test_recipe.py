@@ -1,5 +1,5 @@
-"""The shipped paper configs against the paper's numbers (arXiv 2506.05233, sections 4, G.1-G.6, tables 8 and 9), and
-computed parameter counts against models that are really built."""
+"""The shipped paper configs against the paper's numbers (arXiv 2506.05233, sections 4, G.1-G.6, tables 8 and 9) and
+against the table they are written from, and computed parameter counts against models that are really built."""
 
 from pathlib import Path
 
@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from mesatron.config import Config, ModelConfig, load_config
+from mesatron.config.paper import PEAK_LR as PAPER_LR
+from mesatron.config.paper import config_texts, run_name
 from mesatron.model.backbone import Backbone
 
 PAPER = Path(__file__).parents[3] / "configs/paper"
@@ -44,6 +46,37 @@ def test_size_and_learning_rate(size: str, tokens: str) -> None:
     assert config.name == f"mesanet-{size}-{tokens}"
 
 
+def test_files_are_those_of_the_table() -> None:
+    for name, text in config_texts().items():
+        assert (PAPER / name).read_text() == text
+    shipped = {path.name for path in PAPER.glob("*.yaml")} - {"recipe.yaml"}
+    assert shipped == config_texts().keys()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_mixers_have_as_many_parameters(size: str) -> None:
+    """Within 1 % of each other, in all of them."""
+    counts = {}
+    for mixer in PAPER_LR:
+        model = load_config(PAPER / f"{run_name(mixer, size, '15b')}.yaml").model
+        assert model.mixer == mixer
+        assert model.parameter_count() == built_parameters(model), mixer
+        counts[mixer] = model.parameter_count()
+    assert max(counts.values()) <= 1.01 * min(counts.values()), counts
+
+
+@pytest.mark.parametrize(
+    ("mixer", "run", "peak_lr"),
+    [
+        ("transformer", "140m-50b", 3e-3), ("mamba2", "1b-50b", 9e-4), ("gla", "440m-50b", 9.5e-4),
+        ("mlstm", "440m-15b", 3e-3), ("deltanet", "440m-50b", 8.5e-4), ("gated-deltanet", "140m-15b", 1e-3),
+        ("hawk", "1b-15b", 2e-3), ("hawk-mesa", "1b-50b", 8.5e-4), ("swa-1024", "440m-15b", 1e-3),
+    ],
+)  # fmt: skip
+def test_learning_rates_of_other_mixers(mixer: str, run: str, peak_lr: float) -> None:
+    assert load_config(PAPER / f"{mixer}-{run}.yaml").train.peak_lr == peak_lr
+
+
 @pytest.mark.parametrize(("tokens", "budget"), [("15b", 15e9), ("50b", 50e9)])
 @pytest.mark.parametrize("size", SIZES)
 def test_recipe(size: str, tokens: str, budget: float) -> None:
@@ -66,6 +99,10 @@ def test_recipe(size: str, tokens: str, budget: float) -> None:
         {"vocabulary_size": 50257, "width": 6, "layers": 1, "heads": 3, "head_dim": 2},
         {"vocabulary_size": 11, "width": 35, "layers": 3, "heads": 5, "head_dim": 7, "mlp_ratio": 1.3},
         {"vocabulary_size": 7, "width": 9, "layers": 2, "heads": 1, "head_dim": 9, "mesa": {"convolution_width": 1}},
+        *(
+            {"vocabulary_size": 11, "width": 35, "layers": 5, "heads": 5, "head_dim": 7, "mixer": mixer}
+            for mixer in (*PAPER_LR, ["hawk_mesa", "swa-3"])
+        ),
         {"vocabulary_size": 1, "width": 1, "layers": 1, "heads": 1, "head_dim": 1, "mesa": {"convolution_width": 9}},
     ],
 )

@@ -11,7 +11,8 @@ from mesatron.model.backbone import Backbone
 from mesatron.parallel.layout import Group
 from mesatron.parallel.shares import share_of, shares, whole_parameters
 
-MODEL = ModelConfig(vocabulary_size=101, width=36, layers=2, heads=6, head_dim=6, mlp_ratio=1.5)
+MIXERS = ["mesa", "mesa", "hawk", "mlstm", "transformer", "deltanet"]
+MODEL = ModelConfig(vocabulary_size=101, width=36, layers=6, heads=6, head_dim=6, mlp_ratio=1.5, mixer=MIXERS)
 REPLICATED = {"mixer_norm.weight", "mlp_norm.weight", "norm.weight"}
 
 

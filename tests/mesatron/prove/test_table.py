@@ -1,4 +1,5 @@
-"""The core of `mesatron prove`: real trainings in layouts of 2 to 4 processes against one process.
+"""The core of `mesatron prove`: real trainings in layouts of 2 to 4 processes against one process, of Mesa in many
+layouts and of every mixer in those in which mixers differ.
 
 Loss and gradient norm of every step, every gradient of the first and every weight after the last, fp32, to rounding;
 vocabulary, sequences and documents divide by nothing, and documents cross and end inside what processes hold. The
@@ -23,6 +24,13 @@ def prover(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServerCont
     return Prover(fork_server, tmp_path_factory.mktemp("prove") / "folder", STEPS, vocabulary_size=211)
 
 
+@pytest.fixture(scope="module")
+def mixed_prover(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServerContext) -> Prover:
+    """One layer of every mixer besides Mesa."""
+    mixers = ["gla", "gated_deltanet", "mlstm", "hawk", "transformer", "swa-40", "deltanet", "mamba2", "mesa_rls"]
+    return Prover(fork_server, tmp_path_factory.mktemp("mixed") / "folder", STEPS, vocabulary_size=211, mixer=mixers)
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -43,6 +51,21 @@ def test_a_layout_equals_one_process(prover: Prover, case: Case) -> None:
     lines: list[str] = []
     assert table(prover, [case], lines.append), lines
     assert case.name in lines[1]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tensor=2, sequence_parallel=True, documents=True),
+        Case(context=2, documents=True, micro_batch=3),
+        Case(context=2),
+        Case(pipeline=2, documents=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_every_mixer_in_a_layout_equals_one_process(mixed_prover: Prover, case: Case) -> None:
+    lines: list[str] = []
+    assert table(mixed_prover, [case], lines.append), lines
 
 
 def test_a_difference_is_seen(prover: Prover) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from mesatron.config import ModelConfig
 from mesatron.model.mixers import build_mixer
 from mesatron.model.mixers.mesa import MesaMixer
+from mesatron.model.parameter import ParameterInfo, initial_value
 from mesatron.model.seams import Seams
 
 WIDTH, HEADS, CAP = 8, 4, 0.9975
@@ -18,10 +19,9 @@ def make_mixer(beta: float, gamma: float, **mesa: object) -> MesaMixer:
     config = {"vocabulary_size": 3, "width": WIDTH, "layers": 1, "heads": HEADS, "head_dim": 2, "mesa": mesa}
     mixer = build_mixer(ModelConfig.model_validate(config), Seams())
     assert isinstance(mixer, MesaMixer)
-    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in mixer.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        for name, parameter in mixer.named_parameters():
+            parameter.add_(initial_value(name, parameter.shape, ParameterInfo(0.0, 0.3, True), seed=0))
         mixer.beta.bias.add_(beta)
         mixer.gamma.bias.add_(gamma)
     return mixer

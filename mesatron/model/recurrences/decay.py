@@ -1,0 +1,34 @@
+"""Products of forget gates as exponentials of sums of their logarithms, taken in float64: an exponent may be the small
+difference of two large sums."""
+
+from __future__ import annotations
+
+import torch
+from mesatron_kernels.chunkwise import FORGETS_ALL
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def log_decays(log_gamma: Tensor) -> Tensor:
+    """[..., L] to [..., L, L + 1]: entry (t, 0) is the log decay from before the first token to t, (t, s + 1) that from
+    token s to t: the sum over s+1 .. t, -inf across a token that forgets all and for s > t.
+    """
+    forgets = log_gamma < FORGETS_ALL
+    total = F.pad(log_gamma.masked_fill(forgets, 0.0).double(), (1, 0)).cumsum(-1)
+    segment = F.pad(forgets, (1, 0)).cumsum(-1, dtype=torch.int32)
+    exponent = (total[..., 1:, None] - total[..., None, :]).to(log_gamma.dtype)
+    linked = (segment[..., 1:, None] == segment[..., None, :]).tril(1)
+    return exponent.masked_fill(~linked, float("-inf"))
+
+
+def log_decay_after(log_gamma: Tensor, dimension: int) -> Tensor:
+    """The sum of all later entries along `dimension`, in float64."""
+    entries = log_gamma.double().movedim(dimension, 0)
+    later = torch.cat([entries[1:], torch.zeros_like(entries[:1])])
+    return later.flip(0).cumsum(0).flip(0).movedim(0, dimension)
+
+
+def weighted_sum(terms: Tensor, log_weights: Tensor) -> Tensor:
+    """Sum over the first dimension of exp(log_weights) [n, ...] times terms [n, ..., any more]."""
+    weights = log_weights.exp().to(terms.dtype)
+    return (terms * weights.view(*weights.shape, *[1] * (terms.ndim - weights.ndim))).sum(0)

@@ -45,8 +45,8 @@ class Seams:
         return convolution(x, history, cu_seqlens)
 
     def announce(self, recurrence: Recurrence, inputs: Any, cu_seqlens: Tensor | None) -> Any:
-        """Begin to tell others what tokens do to a state. Comes before `recur`, which takes what this returns, with work
-        between that does not need it; `inputs` are those of `recur`, but for q, which may be anything here."""
+        """Begin to tell others what tokens do to a state; what this returns goes into `recur`, after work that does not
+        need it. `inputs` are those of `recur`, but for q, which may be anything here."""
 
     def recur(
         self, recurrence: Recurrence, inputs: Any, initial_state: Any, cu_seqlens: Tensor | None, return_state: bool,

@@ -120,7 +120,7 @@ class Exchange:
         self._shapes = [x.shape for x in own]
         self._work: dist.Work | None = None
         self._gradient: Tensor | None = None
-        self._gathered: Tensor | None = _Begin.apply(torch.cat([x.flatten() for x in own]), self)
+        self._gathered: Tensor | None = _Begin.apply(torch.cat([x.flatten() for x in own])[None], self)
 
     def result(self) -> list[Tensor]:
         """The tensors [n, ...], in the order in which they were given. Called once."""
@@ -129,14 +129,14 @@ class Exchange:
         return [x.view(-1, *shape) for x, shape in zip(parts, self._shapes, strict=True)]
 
     def gather(self, own: Tensor) -> Tensor:
-        """Begin to gather own [size] as [n, size]."""
-        gathered = own.new_empty(self.group.size, len(own))
+        """Begin to gather own [1, size] as [n, size]."""
+        gathered = own.new_empty(self.group.size, own.shape[1])
         self._work = dist.all_gather_into_tensor(gathered, own, group=self.group.handle, async_op=True)
         return gathered
 
     def sum(self, gradients: Tensor) -> None:
         """Begin to sum this process's row of everyone's gradients [n, size]."""
-        self._gradient = gradients.new_empty(gradients.shape[1])
+        self._gradient = gradients.new_empty(1, gradients.shape[1])
         self._work = dist.reduce_scatter_tensor(
             self._gradient, gradients.contiguous(), group=self.group.handle, async_op=True
         )

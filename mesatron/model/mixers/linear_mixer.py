@@ -49,7 +49,7 @@ class LinearMixer(nn.Module, ABC):
 
     @abstractmethod
     def recurrence(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> tuple[Recurrence, Any]:
-        """The recurrence and its inputs, of which q is as it comes, from q, k, v [B, T, heads, head_dim] and the mixer's
+        """The recurrence and its inputs, from q (which stays as it is), k, v [B, T, heads, head_dim] and the mixer's
         input x [B, T, width]; also notes `observations`."""
 
     def forward(

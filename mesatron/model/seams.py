@@ -18,8 +18,8 @@ from mesatron.model.recurrences import Output, Recurrence
 class Seams:
     """What stands at these places in a whole model, which is nothing. Others may compute a share of it.
 
-    A mixer or MLP between `enter` and `leave` may hold a share of the heads or channels; `convolve`, `recur`
-    and `attend` are where a mixer looks at other tokens, which may lie elsewhere.
+    A mixer or MLP between `enter` and `leave` may hold a share of the heads or channels; `convolve`, `announce`
+    with `recur`, and `attend` are where a mixer looks at other tokens, which may lie elsewhere.
     """
 
     def embedding(self, config: ModelConfig) -> TiedEmbedding:
@@ -44,9 +44,14 @@ class Seams:
         """`convolution` of x [B, T, C]: heads, and what comes before the tokens that follow."""
         return convolution(x, history, cu_seqlens)
 
+    def announce(self, recurrence: Recurrence, inputs: Any, cu_seqlens: Tensor | None) -> Any:
+        """Begin to tell others what tokens do to a state; what this returns goes into `recur`, after work that does not
+        need it. `inputs` are those of `recur`, but for q, which may be anything here."""
+
     def recur(
-        self, recurrence: Recurrence, inputs: Any, initial_state: Any, cu_seqlens: Tensor | None, return_state: bool
-    ) -> Output:
+        self, recurrence: Recurrence, inputs: Any, initial_state: Any, cu_seqlens: Tensor | None, return_state: bool,
+        announced: Any,
+    ) -> Output:  # fmt: skip
         """`recurrence` of `inputs`, see there."""
         return recurrence(inputs, initial_state, cu_seqlens, return_state)
 

@@ -12,7 +12,7 @@ gathered.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from mesatron.model.convolution import ShortConvolution
 from mesatron.model.recurrences import Output, Recurrence
 from mesatron.model.recurrences.recurrence import starts_of
 from mesatron.parallel.layout import Group
-from mesatron.parallel.megatron import gather_from_sequence_parallel_region
 
 
 class ContextParallel:
@@ -61,17 +60,22 @@ class ContextParallel:
         y = y.reshape(*extended.shape[:2], *y.shape[2:])[:, borrowed:]
         return y.reshape(*x.shape[:2], *y.shape[2:]), after
 
-    def recur(self, recurrence: Recurrence, inputs: Any, cu_seqlens: Tensor | None) -> Output:
-        """`recurrence` of the inputs [B, T, ...] of these runs, given the state that the runs to the left lead to."""
-        shape = inputs[0].shape[:2]
+    def announce(self, recurrence: Recurrence, inputs: Any, cu_seqlens: Tensor | None) -> Announcement:
+        """Begin the exchange of what the runs of all processes, here of the inputs [B, T, ...], do to a state."""
         runs = type(inputs)(*(x if x is None else self._runs(x) for x in inputs))
         if cu_seqlens is not None:
             runs = recurrence.reset(runs, self._starts(cu_seqlens, len(runs[0])))
         elif recurrence.marks_starts and self.group.rank == 0:
             runs = recurrence.reset(runs, starts_of(None, len(runs[0]), self.run_length, runs[0].device))
-        own = checkpoint(recurrence.summarize, runs, use_reentrant=False)
+        return Announcement(runs, Exchange(checkpoint(recurrence.summarize, runs, use_reentrant=False), self.group))
+
+    def recur(self, recurrence: Recurrence, inputs: Any, announced: Announcement) -> Output:
+        """`recurrence` of the announced inputs, given the state that the runs to the left lead to; q comes only now."""
+        shape, runs = inputs[0].shape[:2], announced.runs
+        if hasattr(inputs, "q"):
+            runs = runs._replace(q=self._runs(inputs.q))
         # Without a process to the left there is nothing to combine; the backward pass still meets the others here.
-        before = recurrence.combine([x[: self.group.rank] for x in self._exchange(own)])
+        before = recurrence.combine([x[: self.group.rank] for x in announced.exchange.result()])
         result = recurrence(runs, before)
         figures = {name: x.reshape(*shape, *x.shape[2:]) for name, x in result.figures.items()}
         return Output(result.o.reshape(*shape, *result.o.shape[2:]), None, figures)
@@ -80,22 +84,15 @@ class ContextParallel:
         """`attention` of the queries of these runs; keys and values [B, T, h, D] of all runs are gathered."""
         shape = q.shape
         q, k, v = map(self._runs, (q, k, v))
-        (gathered,) = self._exchange([torch.stack([k, v])])
+        (gathered,) = Exchange([torch.stack([k, v])], self.group).result()
         seen = slice(0, (self.group.rank + 1) * self.run_length)
         k, v = gathered.movedim(0, 2).flatten(2, 3)[:, :, seen]
         segments = None
         if cu_seqlens is not None:
             starts = self._starts(cu_seqlens, len(q))
-            (gathered,) = self._exchange([starts.int()])
+            (gathered,) = Exchange([starts.int()], self.group).result()
             segments = gathered.movedim(0, 1).flatten(1, 2).cumsum(1)[:, seen]
         return attention(q, k, v, segments).reshape(shape)
-
-    def _exchange(self, own: Sequence[Tensor]) -> list[Tensor]:
-        """Each of the tensors as all processes have it [n, ...], in one collective; gradients are summed."""
-        sizes = [x.numel() for x in own]
-        together = torch.cat([x.flatten() for x in own]).unsqueeze(0)
-        gathered = gather_from_sequence_parallel_region(together, group=self.group.handle)
-        return [x.view(-1, *y.shape) for x, y in zip(gathered.split(sizes, 1), own, strict=True)]
 
     def _runs(self, x: Tensor) -> Tensor:
         return x.reshape(-1, self.run_length, *x.shape[2:])
@@ -103,6 +100,76 @@ class ContextParallel:
     def _starts(self, cu_seqlens: Tensor, rows: int) -> Tensor:
         """bool [B, T]: tokens that begin a document."""
         return starts_of(cu_seqlens, rows, self.run_length, cu_seqlens.device)
+
+
+class Announcement(NamedTuple):
+    """The inputs as runs, documents told apart, and the exchange of what they do to a state."""
+
+    runs: Any
+    exchange: Exchange
+
+
+class Exchange:
+    """Each of the tensors as all processes of a group have it, in one collective that goes on from here to `result`.
+
+    In the backward pass, where gradients are summed over the processes, from there to here.
+    """
+
+    def __init__(self, own: Sequence[Tensor], group: Group) -> None:
+        self.group = group
+        self._shapes = [x.shape for x in own]
+        self._work: dist.Work | None = None
+        self._gradient: Tensor | None = None
+        self._gathered: Tensor | None = _Begin.apply(torch.cat([x.flatten() for x in own])[None], self)
+
+    def result(self) -> list[Tensor]:
+        """The tensors [n, ...], in the order in which they were given. Called once."""
+        gathered, self._gathered = self._gathered, None  # whose graph holds this exchange
+        parts = _End.apply(gathered, self).split([shape.numel() for shape in self._shapes], 1)
+        return [x.view(-1, *shape) for x, shape in zip(parts, self._shapes, strict=True)]
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Begin to gather own [1, size] as [n, size]."""
+        gathered = own.new_empty(self.group.size, own.shape[1])
+        self._work = dist.all_gather_into_tensor(gathered, own, group=self.group.handle, async_op=True)
+        return gathered
+
+    def sum(self, gradients: Tensor) -> None:
+        """Begin to sum this process's row of everyone's gradients [n, size]."""
+        self._gradient = gradients.new_empty(1, gradients.shape[1])
+        self._work = dist.reduce_scatter_tensor(
+            self._gradient, gradients.contiguous(), group=self.group.handle, async_op=True
+        )
+
+    def wait(self) -> Tensor | None:
+        """Wait for what was begun; the sum, if it was one."""
+        assert self._work is not None
+        self._work.wait()
+        return self._gradient
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.gather(own)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        return ctx.exchange.wait(), None
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gathered: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.wait()
+        return gathered.view_as(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.exchange.sum(gradients)
+        return gradients, None  # on its way to _Begin, whose gradient is the sum
 
 
 class _FromLeft(torch.autograd.Function):

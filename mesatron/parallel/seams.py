@@ -60,12 +60,16 @@ class SharedSeams(Seams):
             return super().convolve(convolution, x, history, cu_seqlens)
         return self.context.convolve(convolution, x, cu_seqlens)
 
+    def announce(self, recurrence: Recurrence, inputs: Any, cu_seqlens: Tensor | None) -> Any:
+        return self.context.announce(recurrence, inputs, cu_seqlens) if self.context else None
+
     def recur(
-        self, recurrence: Recurrence, inputs: Any, initial_state: Any, cu_seqlens: Tensor | None, return_state: bool
-    ) -> Output:
+        self, recurrence: Recurrence, inputs: Any, initial_state: Any, cu_seqlens: Tensor | None, return_state: bool,
+        announced: Any,
+    ) -> Output:  # fmt: skip
         if self.context is None:
-            return super().recur(recurrence, inputs, initial_state, cu_seqlens, return_state)
-        return self.context.recur(recurrence, inputs, cu_seqlens)
+            return super().recur(recurrence, inputs, initial_state, cu_seqlens, return_state, announced)
+        return self.context.recur(recurrence, inputs, announced)
 
     def attend(self, attention: Attention, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         if self.context is None:

@@ -79,8 +79,10 @@ class HawkMixer(nn.Module):
         self.observations = {"a": log_a.detach().exp()}
         recurrence = RGLRU(self.config.implementation, self.config.chunk_size)
         inputs = RGLRUInputs(gated.flatten(-2), log_a.flatten(-2))
-        result = self.seams.recur(recurrence, inputs, state and state.memory, cu_seqlens, keep_state)
-        y = self.output(F.gelu(self.branch(x)) * result.o.to(x.dtype))
+        announced = self.seams.announce(recurrence, inputs, cu_seqlens)
+        branch = F.gelu(self.branch(x))
+        result = self.seams.recur(recurrence, inputs, state and state.memory, cu_seqlens, keep_state, announced)
+        y = self.output(branch * result.o.to(x.dtype))
         if result.state is None:
             return y, None
         return y, HawkMixerState(result.state, history.clone())

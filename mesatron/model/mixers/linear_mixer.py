@@ -49,8 +49,8 @@ class LinearMixer(nn.Module, ABC):
 
     @abstractmethod
     def recurrence(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> tuple[Recurrence, Any]:
-        """The recurrence and its inputs, from q, k, v [B, T, heads, head_dim] and the mixer's input x [B, T, width];
-        also notes `observations`."""
+        """The recurrence and its inputs, from q (which stays as it is), k, v [B, T, heads, head_dim] and the mixer's
+        input x [B, T, width]; also notes `observations`."""
 
     def forward(
         self,
@@ -61,11 +61,14 @@ class LinearMixer(nn.Module, ABC):
     ) -> tuple[Tensor, LinearMixerState | None]:
         """x [B, T, width] to y [B, T, width] and, if it is to be kept, the state after the last token."""
         convolve = self.seams.convolve
-        q, q_history = convolve(self.q_convolution, self.q(x), state and state.q_history, cu_seqlens)
         k, k_history = convolve(self.k_convolution, self.k(x), state and state.k_history, cu_seqlens)
         v = self.v(x).unflatten(-1, (self.heads, self.head_dim))
-        recurrence, inputs = self.recurrence(q, k, v, x)
-        result = self.seams.recur(recurrence, inputs, state and state.memory, cu_seqlens, keep_state)
+        recurrence, inputs = self.recurrence(k, k, v, x)
+        announced = self.seams.announce(recurrence, inputs, cu_seqlens)
+        # Queries leave the state as it is, so they are made while others are told of it; until then k has their place.
+        q, q_history = convolve(self.q_convolution, self.q(x), state and state.q_history, cu_seqlens)
+        inputs = inputs._replace(q=q)
+        result = self.seams.recur(recurrence, inputs, state and state.memory, cu_seqlens, keep_state, announced)
         self.observations |= result.figures
         y = self.output(self.norm(result.o.to(x.dtype)).flatten(-2))
         if result.state is None:

@@ -30,4 +30,4 @@ class MLSTMMixer(LinearMixer):
         log_gamma, log_i = F.logsigmoid(self.forget(x)), self.input(x)
         self.observations = {"gamma": log_gamma.detach().exp(), "log_i": log_i.detach()}
         recurrence = MLSTM(self.config.implementation, self.config.chunk_size)
-        return recurrence, MLSTMInputs(q * self.head_dim**-0.5, k, v, log_gamma, log_i)
+        return recurrence, MLSTMInputs(q, k * self.head_dim**-0.5, v, log_gamma, log_i)

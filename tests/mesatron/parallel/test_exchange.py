@@ -2,7 +2,8 @@
 
 Sequences: the same in a tensor, context or pipeline group, others in other data-parallel groups. Replicated weights:
 equal to the bit on all processes after two updates, with sequence parallelism and without. Bytes of the second update:
-by the formulas of docs/parallelism.md, counted at the collectives themselves. GPUs: each process on its own alone.
+by the formulas of docs/parallelism.md, counted at the collectives themselves. States are exchanged beside other work.
+GPUs: each process on its own alone.
 """
 
 from collections.abc import Callable
@@ -91,6 +92,8 @@ def test_context_parallel_sends_the_same_for_longer_sequences(witness: Callable[
         assert process["allgather_base"] == micro_batches * LAYERS * states
         assert process["reduce_scatter_base"] == micro_batches * LAYERS * context * states
         assert process["send"] == micro_batches * LAYERS * borrowed
+    one_way_of_each = [("gather", 1)] * LAYERS + [("sum", 2)] * LAYERS  # beside them the projection of q; its gradients
+    assert all(process["beside"] == micro_batches * one_way_of_each for process in seen)
 
 
 def test_pipeline_sends_the_stream_once_each_way(witness: Callable[..., list[dict]]) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from mesatron.config import ModelConfig
 from mesatron.model.backbone import Backbone
-from mesatron.model.parameter import initialize
+from mesatron.model.parameter import ParameterInfo, initial_value, initialize
 
 VOCABULARY, LENGTH = 23, 29
 EXACT = {"solver_tolerance": 1e-14, "solver_steps": 60, "gamma_cap": 0.9, "lambda_lower_bound": 0.2, "chunk_size": 8}
@@ -25,10 +25,9 @@ def make_model(dtype: torch.dtype = torch.float64, **mesa: object) -> Backbone:
     })  # fmt: skip
     model = Backbone(config)
     initialize(model, seed=3)
-    generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+        for name, parameter in model.named_parameters():
+            parameter.add_(initial_value(name, parameter.shape, ParameterInfo(0.0, 0.3, True), seed=11))
     return model.to(dtype)
 
 

@@ -89,8 +89,15 @@ class StopFlag:
         return ending(f"Stopped on {whose} ({reason}) {state}; {again} from there.")
 
     def honoured(self) -> None:
-        """The run has ended as the request asked, or with its last step: the request is removed."""
-        if self._request is not None:
+        """The run has ended as the request asked, or with its last step: the request is removed.
+
+        So is one that came too late to be heeded, if it was to this attempt and no later one.
+        """
+        late = self._read_request()
+        to_this_alone = (
+            late is not None and self._attempt is not None and late["attempt_at_most"] == self._attempt.number
+        )
+        if self._request is not None or to_this_alone:
             self._request_path.unlink(missing_ok=True)
 
     def _note(self, number: int, _: FrameType | None) -> None:

@@ -16,7 +16,7 @@ hang=7      the last process waits for something that never comes while it works
 slow=N      each batch takes N tenths of a second longer, the rehearsal 5 N and each tensor saved or restored N / 20
 garbage=40,41  the tokens of these global batches, counted from 0, are those that are rare elsewhere
 lag=N       every block takes the last process N hundredths of a second longer
-request=7   a file that asks to stop appears in the run folder in step 7
+request=7   a file that asks to stop appears in the run folder in step 7; request=save: when the first step is saved
 """
 
 import dataclasses
@@ -99,8 +99,8 @@ def sabotaged_step(trainer: Trainer) -> bool:
     now["step"] = trainer.step + 1
     if value.isdecimal() and fault == "wait" and now["step"] in steps and trainer.world.is_first:
         sys.stdin.readline()
-    if fault == "request" and now["step"] in steps and trainer.world.is_first:
-        (trainer.config.run_folder / REQUEST_FILE).write_text('{"reason": "enough", "code": 75}')
+    if fault == "request" and now["step"] in steps:
+        request_stop(trainer)
     if "weight" in (fault, value.partition(",")[2]) and now["step"] in steps:
         kept = {(kind, name): own.clone() for kind, name, own in trainer.engine.kept()}
         for place in kept.keys() & {("weight", "blocks.1.mlp.down.weight")}:
@@ -160,9 +160,15 @@ def slowly(function: Callable, times: float) -> Callable:
     return slow
 
 
-def with_signals(moment: Callable) -> Callable:
+def request_stop(trainer: Trainer) -> None:
+    if trainer.world.is_first:
+        request = '{"reason": "enough", "code": 75, "attempt_at_most": 1}'
+        (trainer.config.run_folder / REQUEST_FILE).write_text(request)
+
+
+def before(moment: Callable, disturb: Callable[[Trainer], None]) -> Callable:
     def sabotaged(trainer: Trainer) -> None:
-        send_signals(trainer.world)
+        disturb(trainer)
         moment(trainer)
 
     return sabotaged
@@ -176,8 +182,9 @@ if fault == "lag":
     Block.forward = lagging(Block.forward)
 if fault == "slow":
     ZeroEngine.losses, ZeroEngine._own = slowly(ZeroEngine.losses, 1), slowly(ZeroEngine._own, 0.05)
-if fault == "signal" and not steps:
-    setattr(Trainer, f"_{value}", with_signals(getattr(Trainer, f"_{value}")))
+if fault in ("signal", "request") and not steps:
+    disturb = request_stop if fault == "request" else lambda trainer: send_signals(trainer.world)
+    setattr(Trainer, f"_{value}", before(getattr(Trainer, f"_{value}"), disturb))
 program = Path(mesatron.__file__).with_name("__main__.py")
 sys.argv = [str(program), *sys.argv[2:]]
 runpy.run_path(str(program), run_name="__main__")

@@ -93,11 +93,8 @@ class StopFlag:
 
         So is one that came too late to be heeded, if it was to this attempt and no later one.
         """
-        late = self._read_request()
-        to_this_alone = (
-            late is not None and self._attempt is not None and late["attempt_at_most"] == self._attempt.number
-        )
-        if self._request is not None or to_this_alone:
+        late, attempt = self._read_request(), self._attempt
+        if self._request or (late and attempt and late["attempt_at_most"] == attempt.number):
             self._request_path.unlink(missing_ok=True)
 
     def _note(self, number: int, _: FrameType | None) -> None:

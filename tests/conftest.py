@@ -1,6 +1,7 @@
 """What several parts share: a small prepared data set of real text, configs for it, and one run trained on it."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from mesatron_data.tokenizer_training import train_tokenizer
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"  # for tests/kernels; Triton reads it when anything first imports it
 
+# A shell's background jobs ignore SIGINT, and so would what tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # A forked child has none of the threads that torch's pool had here, and would wait for them.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 

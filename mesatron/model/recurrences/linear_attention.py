@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,12 +29,16 @@ class LinearState(NamedTuple):
     G: Tensor
 
 
-class LinearAttention(ChunkwiseRecurrence):
-    """G_t = gamma_t G_(t-1) + v_t k_t^T, o_t = G_t q_t."""
+class MatrixRecurrence(ChunkwiseRecurrence):
+    """One whose state is a LinearState."""
 
-    def empty_state(self, inputs: LinearInputs, sequences: int) -> LinearState:
+    def empty_state(self, inputs: Any, sequences: int) -> LinearState:
         heads, key_size = inputs.k.shape[2:]
         return LinearState(inputs.v.new_zeros(sequences, heads, inputs.v.shape[-1], key_size))
+
+
+class LinearAttention(MatrixRecurrence):
+    """G_t = gamma_t G_(t-1) + v_t k_t^T, o_t = G_t q_t."""
 
     def step(self, inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearState]:
         q, k, v, log_gamma = inputs

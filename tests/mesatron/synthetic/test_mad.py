@@ -199,8 +199,9 @@ def test_results_are_written_once_and_shown_beside_the_papers(tmp_path: Path) ->
         (("--tasks", "7"), "--tasks has '7', which is no task; there are in-context-recall, "),
         (("--tasks", "mqar,,compression"), "--tasks is 'mqar,,compression', which has an empty name; "),
         (("--mixers", "meesa"), "--mixers has 'meesa': "),
-        (("--learning-rate", "inf"), "--learning-rate is inf; give a finite number."),
-        (("--weight-decay", "inf"), "--weight-decay is inf; give a finite number."),
+        (("--mixers", "mesa+gla+hawk"), "--mixers has 'mesa+gla+hawk', but mesa + gla + hawk = 3 mixers do not fit "),
+        (("--learning-rate", "nan"), "--learning-rate is nan; give a finite number."),
+        (("--weight-decay", "nan"), "--weight-decay is nan; give a finite number."),
     ],
 )
 def test_mistakes_are_refused(tmp_path: Path, arguments: tuple[str, ...], line: str) -> None:
@@ -208,6 +209,20 @@ def test_mistakes_are_refused(tmp_path: Path, arguments: tuple[str, ...], line: 
     assert isinstance(done.exception, ConfigError)
     assert str(done.exception).startswith(line)
     assert not (tmp_path / "mad").exists()
+
+
+@pytest.mark.parametrize("option", ["--epochs", "--examples", "--test-examples", "--length", "--vocabulary"])
+def test_sizes_have_a_bound(tmp_path: Path, option: str) -> None:
+    done = CliRunner().invoke(app, ["evaluate", "mad", "--output", str(tmp_path / "mad"), option, "9" * 20])
+    assert (done.exit_code, (tmp_path / "mad").exists()) == (2, False)
+    assert f"Invalid value for '{option}': {'9' * 20} is not in the range 1<=x<=" in done.output
+
+
+@pytest.mark.parametrize("option", ["--learning-rate", "--weight-decay"])
+def test_optimizers_have_a_bound(tmp_path: Path, option: str) -> None:
+    done = CliRunner().invoke(app, ["evaluate", "mad", "--output", str(tmp_path / "mad"), option, "1e300"])
+    assert (done.exit_code, (tmp_path / "mad").exists()) == (2, False)
+    assert f"Invalid value for '{option}': 1e+300 is not in the range" in done.output
 
 
 def test_mistakes_end_in_one_line(tmp_path: Path) -> None:

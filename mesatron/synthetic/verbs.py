@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -58,9 +57,6 @@ def mad(
     from mesatron.synthetic.tasks import TASKS
     from mesatron.synthetic.trials import comparison, footnote, markdown, plan, results, scores
 
-    for option, value in {"--learning-rate": learning_rate, "--weight-decay": weight_decay}.items():
-        if not math.isfinite(value):
-            raise ConfigError(f"{option} is {value}; give a finite number.")
     chosen = list(TASKS) if tasks == "all" else _names("--tasks", tasks)
     for name in chosen:
         if name not in TASKS:

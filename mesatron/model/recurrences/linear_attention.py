@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mesatron.model.precision import at_least_fp32
 from mesatron.model.recurrences.chunks import Chunks
-from mesatron.model.recurrences.decay import log_decay_after, log_decays, weighted_sum
+from mesatron.model.recurrences.decay import log_decay_after, log_decays, weighted_products, weighted_sum
 from mesatron.model.recurrences.recurrence import ChunkwiseRecurrence
 
 
@@ -74,10 +73,8 @@ class LinearAttention(MatrixRecurrence):
 
     def summarize(self, inputs: LinearInputs) -> tuple[Tensor, ...]:
         """The log decay [B, h] and the state [B, h, Dv, D] after it from an empty one."""
-        with torch.autocast(inputs.k.device.type, enabled=False):
-            k, v = at_least_fp32(inputs.k), at_least_fp32(inputs.v)
-            weighted = k * log_decay_after(inputs.log_gamma, 1).exp().to(k.dtype).unsqueeze(-1)
-            return inputs.log_gamma.double().sum(1).to(k.dtype), torch.einsum("bthi,bthj->bhij", v, weighted)
+        G = weighted_products(inputs.v, inputs.k, log_decay_after(inputs.log_gamma, 1).exp())
+        return inputs.log_gamma.double().sum(1).to(G.dtype), G
 
     def combine(self, summaries: Sequence[Tensor]) -> LinearState:
         log_decay, G = summaries

@@ -114,7 +114,7 @@ def generate(
     solver_steps: Annotated[int | None, typer.Option(min=1, help="Most conjugate gradient steps.")] = None,
     solver_tolerance: Annotated[float | None, typer.Option(min=0.0, help="Relative residual to stop at.")] = None,
 ) -> None:
-    """Continue a prompt in constant memory per token."""
+    """Continue a prompt, in constant memory per token unless a mixer is `transformer`."""
     import torch
     from mesatron_data.tokenizer import Tokenizer
 
@@ -162,7 +162,8 @@ def prove(
         try:
             parse_mixer(name)
         except ValueError as error:
-            raise ConfigError(f"--mixer {name} is no mixer; {error}") from None
+            end = "" if str(error).endswith("?") else "."
+            raise ConfigError(f"--mixer {name!r} is no mixer; {error}{end}") from None
     from mesatron.prove.layouts import CASES, CORE
     from mesatron.prove.table import Prover, table
     from mesatron.prove.worlds import fork_server

@@ -20,7 +20,6 @@ from mesatron.files import replace_file
 LAUNCH_FOLDER = "launch"
 """Below a run folder: what was submitted, and notes about the job that runs."""
 JOB_FILE, UNFIT_FILE = "job.json", "unfit.json"
-NEEDED_VARIABLES = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_TASKS_PER_NODE")
 LOST_PEER, KILLED = PeerLostError.exit_code, 1
 FINAL_CODES = {0, 2, 3, 4, 5, 6, 7, 75, 78}
 """Exit codes of a training that another start would not change, or that has been replaced by another."""
@@ -79,8 +78,8 @@ def settle(config: Config) -> int:
     """In a job, after its training or preflight has ended: requeue it if that is worth while; returns the exit code.
 
     torchrun and srun answer 1 to every failure, and 0 to some; attempts.jsonl and the processes' last words know more.
-    Raises FencedError on a node that the network had lost while the job was started again elsewhere: queueing it again
-    from here would end that start.
+    Raises ConfigError outside a job, and FencedError on a node that the network had lost while the job was started
+    again elsewhere: queueing it again from here would end that start.
     """
     folder = config.run_folder.absolute()
     history, note = History(folder), last_job(folder)
@@ -122,7 +121,14 @@ def unfit_nodes(history: History) -> list[str]:
 
 def _identity() -> str:
     """Of this start of this job, on whichever node and however late."""
-    return f"{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    return f"{_variable('SLURM_JOB_ID')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+
+
+def _variable(name: str) -> str:
+    """One of Slurm's. Raises ConfigError outside a job."""
+    if name not in os.environ:
+        raise ConfigError(f"{name} is not set; submit the script with sbatch.")
+    return os.environ[name]
 
 
 def _words_name() -> str:
@@ -131,21 +137,18 @@ def _words_name() -> str:
 
 def _shape(config: Config) -> tuple[str, list[str], int]:
     """Job id, node names and processes per node. Raises ConfigError where they are unknown or do not fit."""
-    for name in NEEDED_VARIABLES:
-        if name not in os.environ:
-            raise ConfigError(f"{name} is not set; submit the script with sbatch.")
-    tasks = os.environ["SLURM_TASKS_PER_NODE"]
+    job, tasks = _variable("SLURM_JOB_ID"), _variable("SLURM_TASKS_PER_NODE")
     if tasks.partition("(")[0] != "1" or "," in tasks:
         raise ConfigError(
             f"The job has {tasks} tasks per node, but one torchrun on each starts all processes there; submit it with "
             "--ntasks-per-node=1."
         )
-    number = int(os.environ["SLURM_JOB_NUM_NODES"])
-    names = [os.environ["SLURM_JOB_NODELIST"]]
+    number = int(_variable("SLURM_JOB_NUM_NODES"))
+    names = [_variable("SLURM_JOB_NODELIST")]
     if number > 1:
         names = scheduler.host_names(names[0])
     processes = config.launch.processes_per_node or int(os.environ.get("SLURM_GPUS_ON_NODE", "1"))
-    return os.environ["SLURM_JOB_ID"], names, processes
+    return job, names, processes
 
 
 def _meeting_address(nodes: Sequence[str]) -> str:

@@ -7,8 +7,7 @@ from pathlib import Path
 from mesatron_data.manifest import Manifest
 from mesatron_data.store import is_remote
 
-from mesatron.config.mixers import MesaConfig, MesaRLSConfig
-from mesatron.config.schema import Config
+from mesatron.config.schema import Config, ModelConfig
 from mesatron.errors import ConfigError, DataError
 
 
@@ -16,6 +15,14 @@ def check(config: Config, path: Path) -> None:
     """Raise ConfigError when fields of `config`, read from `path`, do not fit together."""
     for problem in _problems(config):
         raise ConfigError(f"{path}: {problem}")
+
+
+def pattern_problem(model: ModelConfig) -> str | None:
+    """Why `model.mixer` does not fit into `model.layers`, if it does not: it would lose its last mixers in silence."""
+    pattern = model.mixers
+    if len(pattern) <= model.layers:
+        return None
+    return f"{' + '.join(map(str, pattern))} = {len(pattern)} mixers do not fit into {model.layers} layers"
 
 
 def _problems(config: Config):
@@ -27,6 +34,8 @@ def _problems(config: Config):
         )
     if model.mlp_width == 0:
         yield f"model.mlp_ratio x model.width must be at least 1, but {model.mlp_ratio} x {model.width} rounds to 0."
+    if problem := pattern_problem(model):
+        yield f"model.mixer must not be longer than model.layers, but {problem}."
     if train.global_batch_size % train.micro_batch_size:
         yield (
             f"train.global_batch_size must be a multiple of train.micro_batch_size, but {train.global_batch_size} = "
@@ -43,8 +52,7 @@ def _problems(config: Config):
         )
     if train.start_lr > train.peak_lr:
         yield f"train.start_lr ({train.start_lr}) must not exceed train.peak_lr ({train.peak_lr})."
-    sections: dict[str, MesaConfig | MesaRLSConfig] = {"mesa": model.mesa, "mesa_rls": model.mesa_rls}
-    for name, mesa in sections.items():
+    for name, mesa in (("mesa", model.mesa), ("mesa_rls", model.mesa_rls)):
         if mesa.lambda_initial <= mesa.lambda_lower_bound:
             yield (
                 f"model.{name}.lambda_initial ({mesa.lambda_initial}) must exceed model.{name}.lambda_lower_bound "

@@ -152,6 +152,8 @@ def _suggestion(location: tuple[str | int, ...], schema: type[BaseModel]) -> str
         section = section.model_fields[parent].annotation  # type: ignore[assignment]
     here = {name: ".".join([*parents, name]) for name in section.model_fields}
     if not parents:
+        if wrong == "base":
+            return "`base` stands in the file only."
         here["base"] = "base"
     everywhere = {key.rpartition(".")[2]: key for key in reversed(_all_keys(schema))}
     for known, likeness in ((here, 0.7), (everywhere, 0.7), (here, 0.5)):

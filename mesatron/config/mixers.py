@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import BeforeValidator, Field
@@ -24,11 +25,14 @@ class MixerConfig(Protocol):
         ...
 
 
-class MesaConfig(Section):
-    """The Mesa mixer (arXiv 2506.05233, sections 2, E, G.2 and G.5)."""
+class MesaRLSConfig(Section):
+    """The Mesa mixer without a forget gate (arXiv 2309.05858): recursive least squares over all tokens.
 
-    gamma_cap: Annotated[float, Field(gt=0, le=1)] = 0.9975
-    """Largest forget gate when the input gate is 1: gamma = gamma_raw (1 - (1 - cap) beta^2); 1 leaves it uncapped."""
+    Its `reference` is the sequential recursion; other implementations are the Mesa operator with a forget gate of 1.
+    """
+
+    gates: ClassVar[int] = 1
+
     lambda_lower_bound: NonNegativeFloat = 0.25
     """Lambda = bound + softplus(theta), per head and channel."""
     lambda_initial: PositiveFloat = 1.0
@@ -45,34 +49,17 @@ class MesaConfig(Section):
     """Operator implementation: `triton` needs a GPU; `auto` takes it where its self-check passes, else `torch`."""
 
     def parameter_count(self, model: ModelConfig) -> int:
-        """q, k, v and output projections, two gates with bias, two convolutions, Lambda and the per-head norm."""
-        inner = model.heads * model.head_dim
-        projections = 4 * model.width * inner
-        gates = 2 * (model.width * model.heads + model.heads)
-        return projections + gates + 2 * inner * self.convolution_width + 2 * inner
+        """q, k, v and output projections, gates with bias, two convolutions, Lambda and the per-head norm."""
+        return _linear_count(model, self.convolution_width, self.gates) + model.heads * model.head_dim
 
 
-class MesaRLSConfig(Section):
-    """The Mesa mixer without a forget gate (arXiv 2309.05858): recursive least squares over all tokens."""
+class MesaConfig(MesaRLSConfig):
+    """The Mesa mixer (arXiv 2506.05233, sections 2, E, G.2 and G.5)."""
 
-    lambda_lower_bound: NonNegativeFloat = 0.25
-    """Lambda = bound + softplus(theta), per head and channel."""
-    lambda_initial: PositiveFloat = 1.0
-    """Lambda before the first step; must exceed the lower bound."""
-    convolution_width: PositiveInt = 4
-    """Tokens seen by the causal depthwise convolution on q and k."""
-    solver_steps: PositiveInt = 30
-    """Most conjugate gradient steps of a solve, forward and backward."""
-    solver_tolerance: Annotated[float, Field(ge=0, lt=1)] = 1e-4
-    """A token's solve stops at this residual, relative to its right-hand side; 0 always takes `solver_steps`."""
-    chunk_size: PositiveInt = 64
-    """Tokens per chunk of the parallel form; changes speed and rounding, not the result."""
-    implementation: Literal["auto", "reference", "torch", "triton"] = "auto"
-    """`reference` is the sequential recursion; the others are the Mesa operator with a forget gate of 1."""
+    gates = 2
 
-    def parameter_count(self, model: ModelConfig) -> int:
-        """That of the Mesa mixer, less one gate."""
-        return _linear_count(model, self.convolution_width, gates=1) + model.heads * model.head_dim
+    gamma_cap: Annotated[float, Field(gt=0, le=1)] = 0.9975
+    """Largest forget gate when the input gate is 1: gamma = gamma_raw (1 - (1 - cap) beta^2); 1 leaves it uncapped."""
 
 
 class LinearMixerConfig(Section):
@@ -194,14 +181,21 @@ PATTERNS = {"hawk_mesa": ["hawk", "mesa"]}
 """Names of patterns. The paper alternates the two and does not say which comes first; here it is Hawk."""
 
 
+WINDOW = re.compile("[1-9][0-9]{0,8}")
+
+
 def parse_mixer(name: str) -> list[Mixer]:
     """The mixers that a name stands for. Raises ValueError, naming the nearest known name."""
     if name in PATTERNS:
         return [mixer for part in PATTERNS[name] for mixer in parse_mixer(part)]
     if name in SECTIONS:
         return [Mixer(name)]
-    base, dash, window = name.partition("-")
-    if base == "swa" and dash and window.isascii() and window.isdigit() and int(window) > 0:
+    base, dash, window = name.replace("_", "-").partition("-")
+    if base == "swa" and dash:
+        if not WINDOW.fullmatch(window):
+            raise ValueError(f"in swa-N, N is a whole number from 1 to {10**9 - 1:,}")
+        if name != f"swa-{window}":
+            raise ValueError(f"did you mean 'swa-{window}'?")
         return [Mixer("swa", int(window))]
     known = [*SECTIONS, *PATTERNS]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -219,7 +213,7 @@ def _mixer_pattern(value: Any) -> Any:
         try:
             parse_mixer(name)
         except ValueError as error:
-            raise PydanticCustomError("mixer", f"'{name}' is no mixer; {error}".replace("{", "(")) from None
+            raise PydanticCustomError("mixer", "{problem}", {"problem": f"'{name}' is no mixer; {error}"}) from None
     return value
 
 

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from mesatron.errors import ConfigError, report
+
 
 class Size(NamedTuple):
     """Width, blocks and heads of a model."""
@@ -61,6 +63,9 @@ def config_texts() -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        report(ConfigError("Name the folder to write into, such as `python -m mesatron.config.paper configs/paper`."))
+        sys.exit(ConfigError.exit_code)
     folder = Path(sys.argv[1])
     for name, text in config_texts().items():
         (folder / name).write_text(text)

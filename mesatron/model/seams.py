@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from mesatron.config import ModelConfig
@@ -13,6 +12,7 @@ from mesatron.model.attention import Attention
 from mesatron.model.convolution import ShortConvolution
 from mesatron.model.embedding import TiedEmbedding
 from mesatron.model.recurrences import Output, Recurrence
+from mesatron.model.recurrences.recurrence import starts_of
 
 
 class Seams:
@@ -59,6 +59,5 @@ class Seams:
         """`attention` of q [B, T, h, D], the last T of the tokens of k and v [B, S, h, D]."""
         segments = None
         if cu_seqlens is not None:
-            tokens = torch.arange(k.shape[1], device=k.device)
-            segments = torch.searchsorted(cu_seqlens, tokens, right=True)[None]
+            segments = starts_of(cu_seqlens, 1, k.shape[1], k.device).cumsum(1)
         return attention(q, k, v, segments)

@@ -67,7 +67,9 @@ class ContextParallel:
             runs = recurrence.reset(runs, self._starts(cu_seqlens, len(runs[0])))
         elif recurrence.marks_starts and self.group.rank == 0:
             runs = recurrence.reset(runs, starts_of(None, len(runs[0]), self.run_length, runs[0].device))
-        return Announcement(runs, Exchange(checkpoint(recurrence.summarize, runs, use_reentrant=False), self.group))
+        # No random numbers are drawn, so their generators need not be kept.
+        summaries = checkpoint(recurrence.summarize, runs, use_reentrant=False, preserve_rng_state=False)
+        return Announcement(runs, Exchange(summaries, self.group))
 
     def recur(self, recurrence: Recurrence, inputs: Any, announced: Announcement) -> Output:
         """`recurrence` of the announced inputs, given the state that the runs to the left lead to; q comes only now."""

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from mesatron.checkpoint.format import step_name
+from mesatron.config.mixers import parse_mixer
 from mesatron.monitor.metrics import read_metrics
 from mesatron.prove.layouts import Case
 from mesatron.prove.worlds import WorldFailed, run_world
@@ -75,11 +76,12 @@ class Prover:
     ) -> None:
         self.context, self.folder, self.steps, self.precision = context, folder, steps, precision
         self.traces: dict[Case, Trace] = {}
+        layers = max(3, sum(len(parse_mixer(name)) for name in mixer))
         norm_epsilon, epsilon = (1e-2, 1e-6) if set(mixer) == {"mesa"} else (1e-1, 1e-4)
         values = {
             "name": "proof", "runs_folder": str(folder / "runs"),
             "model": {
-                "vocabulary_size": vocabulary_size, "width": 24, "layers": max(3, len(mixer)), "heads": 4,
+                "vocabulary_size": vocabulary_size, "width": 24, "layers": layers, "heads": 4,
                 "head_dim": 6, "mlp_ratio": 1.5, "norm_epsilon": norm_epsilon, "mixer": list(mixer),
                 "mesa": {"chunk_size": 16, "solver_tolerance": 1e-7},
                 "mesa_rls": {"chunk_size": 16, "solver_tolerance": 1e-7},

@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 
 from mesatron.config import ModelConfig
+from mesatron.config.checks import pattern_problem
 from mesatron.config.schema import TrainConfig
 from mesatron.errors import ConfigError, MemoryExhaustedError
 from mesatron.files import replace_file
@@ -62,16 +63,19 @@ class Trial:
         return folder / self.mixer / self.task.name / f"{name}.json"
 
     def model(self) -> ModelConfig:
-        """The config of its model (paper table 9). Raises ConfigError for a mixer that there is not."""
+        """The config of its model (paper table 9). Raises ConfigError for a mixer that there is not, or too many."""
         names = self.mixer.split("+")
         chosen = {} if self.mixer == NO_MIXER else {"mixer": names if len(names) > 1 else self.mixer}
         try:
-            return ModelConfig.model_validate(MODEL | {"vocabulary_size": self.task.vocabulary_size} | chosen)
+            model = ModelConfig.model_validate(MODEL | {"vocabulary_size": self.task.vocabulary_size} | chosen)
         except ValidationError as error:
             message = error.errors(include_url=False)[0]["msg"]
             raise ConfigError(
                 f"--mixers has {self.mixer!r}: {message[0].lower()}{message[1:]} ({NO_MIXER} stands for no mixer)."
             ) from None
+        if problem := pattern_problem(model):
+            raise ConfigError(f"--mixers has {self.mixer!r}, but {problem}; name fewer.")
+        return model
 
     def train(self) -> TrainConfig:
         """Its optimization (paper table 9); warm-up takes at most half of all steps."""
@@ -89,7 +93,8 @@ def plan(
 ) -> list[Trial]:  # fmt: skip
     """All trainings that these ask for; epochs and test examples are the task's own where None.
 
-    Raises ConfigError for a mixer that there is not, and for a setting that a task's sweep cannot have.
+    Raises ConfigError for a mixer that there is not, for more of them than blocks, and for a setting that a task's
+    sweep cannot have.
     """
     optimizers = [(peak_lr, weight_decay)]
     if sweep != "none":

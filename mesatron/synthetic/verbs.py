@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mesatron.errors import ConfigError
+from mesatron.files import replace_file
 from mesatron.synthetic.paper import Sweep
 from mesatron.terminal import table
 
 TABLE_FILE = "mad-table.md"
 """The table of the last call, beside the results."""
+MOST_EXAMPLES, MOST_TOKENS, MOST_EPOCHS = 1_000_000, 65_536, 100_000
+"""Bounds of the options, far above the paper's sweep: what is larger overflows or does not end."""
 
 
 def mad(
@@ -32,22 +34,29 @@ def mad(
         ),
     ] = "none",
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
-    epochs: Annotated[int | None, typer.Option(min=1, help="200, and 64 for mqar, if not given.")] = None,
-    examples: Annotated[int | None, typer.Option(min=1, help="Training examples; else the task's own.")] = None,
-    test_examples: Annotated[int | None, typer.Option(min=1, help="1,280, and 3,000 for mqar, if not given.")] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens of an example; else the task's own.")] = None,
-    vocabulary: Annotated[int | None, typer.Option(min=1, help="Tokens there are; else the task's own.")] = None,
-    learning_rate: Annotated[float, typer.Option(min=1e-5, help="At its peak, without a sweep.")] = 1e-3,
-    weight_decay: Annotated[float, typer.Option(min=0.0, help="Without a sweep.")] = 0.1,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, max=MOST_EPOCHS, help="200, and 64 for mqar, if not given.")
+    ] = None,
+    examples: Annotated[
+        int | None, typer.Option(min=1, max=MOST_EXAMPLES, help="Training examples; else the task's own.")
+    ] = None,
+    test_examples: Annotated[
+        int | None, typer.Option(min=1, max=MOST_EXAMPLES, help="1,280, and 3,000 for mqar, if not given.")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, max=MOST_TOKENS, help="Tokens of an example; else the task's own.")
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(min=1, max=MOST_TOKENS, help="Tokens there are; else the task's own.")
+    ] = None,
+    learning_rate: Annotated[float, typer.Option(min=1e-5, max=1.0, help="At its peak, without a sweep.")] = 1e-3,
+    weight_decay: Annotated[float, typer.Option(min=0.0, max=1.0, help="Without a sweep.")] = 0.1,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Train again what is there.")] = False,
 ) -> None:
     """Train small models on MAD's tasks and MQAR; what has been done before is not done again."""
     from mesatron.synthetic.tasks import TASKS
     from mesatron.synthetic.trials import comparison, footnote, markdown, plan, results, scores
 
-    for option, value in {"--learning-rate": learning_rate, "--weight-decay": weight_decay}.items():
-        if not math.isfinite(value):
-            raise ConfigError(f"{option} is {value}; give a finite number.")
     chosen = list(TASKS) if tasks == "all" else _names("--tasks", tasks)
     for name in chosen:
         if name not in TASKS:
@@ -72,7 +81,7 @@ def mad(
     note = footnote(trials, sweep)
     table(rows)
     typer.echo(note)
-    (output / TABLE_FILE).write_text(f"{markdown(rows)}\n{note}\n")
+    replace_file(output / TABLE_FILE, [f"{markdown(rows)}\n{note}\n".encode()])
 
 
 def _names(option: str, text: str) -> list[str]:

@@ -91,10 +91,10 @@ class StopFlag:
     def honoured(self) -> None:
         """The run has ended as the request asked, or with its last step: the request is removed.
 
-        So is one that came too late to be heeded, if it was to this attempt and no later one.
+        So is one that came too late to be heeded, unless it is to a later attempt too.
         """
         late, attempt = self._read_request(), self._attempt
-        if self._request or (late and attempt and late["attempt_at_most"] == attempt.number):
+        if self._request or (late and attempt and late["attempt_at_most"] in (None, attempt.number)):
             self._request_path.unlink(missing_ok=True)
 
     def _note(self, number: int, _: FrameType | None) -> None:

@@ -110,6 +110,8 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., 
         ("checkpoint inspect {config}", 4, "There is no run or checkpoint folder {config}"),
         ("evaluate perplexity {empty}", 4, "{empty} holds no complete checkpoint"),
         ("evaluate perplexity {run} --data {empty}", 3, "No manifest.json in {empty}"),
+        ("prove {nowhere} --mixer s4", 2, "--mixer 's4' is no mixer; known are mesa, transformer, "),
+        ("prove {nowhere} --mixer ", 2, "--mixer '' is no mixer; known are mesa, "),
         ("generate {nowhere} --prompt a", 4, "There is no run or checkpoint folder {nowhere}"),
     ],
 )

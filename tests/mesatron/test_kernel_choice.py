@@ -1,6 +1,7 @@
 """What a run's kernels are decided to be, by the config and what the self-check is known to have found."""
 
 import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from mesatron_kernels.selfcheck import PairCheck
 from mesatron.config import load_config
 from mesatron.errors import ConfigError
 from mesatron.kernel_choice import choose_kernels, with_kernels
-from mesatron.model.recurrences import fla_core
+from mesatron.model.recurrences.fla_core import known_fault, refusal
 
 selfcheck = importlib.import_module("mesatron_kernels.selfcheck")
 
@@ -40,24 +41,37 @@ def test_mixers_with_kernels_of_fla_core_need_a_gpu(tmp_path: Path, tiny_config:
 
 
 @pytest.mark.parametrize(
-    ("triton", "kernel", "reason"),
+    ("triton", "kernel", "capability", "miscompiled"),
     [
-        ("3.6.0", "simple_gla", "Triton 3.6.0 miscompiles fla-core's simple_gla on Hopper"),
-        ("3.7.0", "gated_delta_rule", "Triton 3.7.0 miscompiles fla-core's gated_delta_rule on Hopper"),
-        ("3.3.1", "simple_gla", None), ("3.7.1", "simple_gla", None), ("3.6.0", "delta_rule", None),
+        ("3.6.0", "simple_gla", 9, True), ("3.7.0", "gated_delta_rule", 9, True), ("3.7.0rc1", "simple_gla", 9, True),
+        ("3.4.0rc1", "simple_gla", 9, True), ("3.6.0+git1234", "simple_gla", 9, True),
+        ("3.3.1", "simple_gla", 9, False), ("3.7.1", "simple_gla", 9, False), ("3.6.0", "delta_rule", 9, False),
+        ("3.6.0", "simple_gla", 8, False), ("3.10.0", "simple_gla", 9, False),
     ],
 )  # fmt: skip
-def test_kernels_that_triton_miscompiles(
-    monkeypatch: pytest.MonkeyPatch, triton: str, kernel: str, reason: str | None
-) -> None:
-    """On a made-up Hopper GPU with fla-core; in fp32 none of them is there, but the scan."""
+def test_kernels_that_triton_miscompiles(triton: str, kernel: str, capability: int, miscompiled: bool) -> None:
+    found = known_fault(kernel, torch.bfloat16, "0.6.0", triton, capability)
+    assert found == (f"Triton {triton} miscompiles fla-core's {kernel} on Hopper" if miscompiled else None)
+
+
+def test_kernels_that_fla_core_does_not_have() -> None:
+    assert known_fault("simple_gla", torch.float32, "0.6.0", "3.7.1", 9) == "fla-core's simple_gla has no float32"
+    assert known_fault("hgrn", torch.float32, "0.6.1.dev0", "3.6.0", 9) is None
+    for version in ("0.5.1", "0.6.0rc1"):
+        reason = f"fla-core is {version}, but 0.6 or later is needed"
+        assert known_fault("hgrn", torch.float32, version, "3.6.0", 9) == reason
+
+
+def test_fla_core_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(fla_core, "find_spec", lambda name: object())
-    monkeypatch.setattr(fla_core.importlib.metadata, "version", lambda name: triton)
-    assert fla_core.refusal(kernel, torch.bfloat16, gpu) == reason
-    assert fla_core.refusal(kernel, torch.float32, gpu) == f"fla-core's {kernel} has no float32"
-    assert fla_core.refusal("hgrn", torch.float32, gpu) is None
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [])
+    assert refusal("hgrn", torch.float32, gpu) == "fla-core is not installed"
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla/__init__.py").write_text("raise RuntimeError('0 active\\ndrivers')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert refusal("hgrn", torch.float32, gpu) == "fla-core cannot be imported (RuntimeError: 0 active drivers)"
 
 
 def test_a_failed_check_counts_for_its_precision(

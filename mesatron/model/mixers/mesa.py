@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mesatron.config import MesaConfig, MesaRLSConfig, ModelConfig
+from mesatron.config import MesaRLSConfig, ModelConfig
 from mesatron.model.linear import GateProjection
 from mesatron.model.mixers.linear_mixer import LinearMixer
 from mesatron.model.parameter import make_parameter
@@ -48,7 +48,7 @@ class MesaMixer(LinearMixer):
         return log_gamma, beta, lambda_of(self.theta, self.config)
 
 
-def lambda_parameter(config: ModelConfig, settings: MesaConfig | MesaRLSConfig) -> nn.Parameter:
+def lambda_parameter(config: ModelConfig, settings: MesaRLSConfig) -> nn.Parameter:
     """theta [heads, head_dim], for which softplus(theta) is the first Lambda less its bound."""
     above = settings.lambda_initial - settings.lambda_lower_bound
     return make_parameter(
@@ -56,12 +56,12 @@ def lambda_parameter(config: ModelConfig, settings: MesaConfig | MesaRLSConfig) 
     )  # fmt: skip
 
 
-def lambda_of(theta: Tensor, settings: MesaConfig | MesaRLSConfig) -> Tensor:
+def lambda_of(theta: Tensor, settings: MesaRLSConfig) -> Tensor:
     """fp32 Lambda [heads, head_dim]."""
     return settings.lambda_lower_bound + F.softplus(at_least_fp32(theta))
 
 
-def solver(settings: MesaConfig | MesaRLSConfig) -> dict:
+def solver(settings: MesaRLSConfig) -> dict:
     """The arguments of a Mesa recurrence besides Lambda."""
     return {
         "max_steps": settings.solver_steps,

@@ -8,6 +8,8 @@ from mesatron_kernels.chunkwise import FORGETS_ALL
 from torch import Tensor
 from torch.nn import functional as F
 
+from mesatron.model.precision import at_least_fp32
+
 
 def log_decays(log_gamma: Tensor) -> Tensor:
     """[..., L] to [..., L, L + 1]: entry (t, 0) is the log decay from before the first token to t, (t, s + 1) that from
@@ -32,3 +34,11 @@ def weighted_sum(terms: Tensor, log_weights: Tensor) -> Tensor:
     """Sum over the first dimension of exp(log_weights) [n, ...] times terms [n, ..., any more]."""
     weights = log_weights.exp().to(terms.dtype)
     return (terms * weights.view(*weights.shape, *[1] * (terms.ndim - weights.ndim))).sum(0)
+
+
+def weighted_products(v: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    """Sum over tokens of weights [B, T, h] times v k^T, for v [B, T, h, Dv] and k [B, T, h, D], to [B, h, Dv, D]; in
+    fp32 or float64, under autocast too."""
+    with torch.autocast(k.device.type, enabled=False):
+        k, v = at_least_fp32(k), at_least_fp32(v)
+        return torch.einsum("bthi,bthj->bhij", v, k * weights.to(k.dtype).unsqueeze(-1))

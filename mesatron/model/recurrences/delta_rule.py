@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from mesatron.model.precision import at_least_fp32
 from mesatron.model.recurrences.chunks import Chunks
 from mesatron.model.recurrences.decay import log_decays
-from mesatron.model.recurrences.linear_attention import LinearState
-from mesatron.model.recurrences.recurrence import ChunkwiseRecurrence
+from mesatron.model.recurrences.linear_attention import LinearState, MatrixRecurrence
 
 
 class DeltaInputs(NamedTuple):
@@ -26,7 +25,7 @@ class DeltaInputs(NamedTuple):
     log_gamma: Tensor | None = None
 
 
-class DeltaRule(ChunkwiseRecurrence):
+class DeltaRule(MatrixRecurrence):
     """G_t = gamma_t G_(t-1) (I - beta_t k_t k_t^T) + beta_t v_t k_t^T, o_t = G_t q_t.
 
     What a token writes is u_t k_t^T with u_t = beta_t (v_t - gamma_t G_(t-1) k_t). With the decays zeta_(t,s) inside a
@@ -36,10 +35,6 @@ class DeltaRule(ChunkwiseRecurrence):
 
     a unit lower triangular system. Its solution is affine in G, so it is solved for v and k before G is known.
     """
-
-    def empty_state(self, inputs: DeltaInputs, sequences: int) -> LinearState:
-        heads, key_size = inputs.k.shape[2:]
-        return LinearState(inputs.v.new_zeros(sequences, heads, inputs.v.shape[-1], key_size))
 
     def step(self, inputs: DeltaInputs, state: LinearState) -> tuple[Tensor, LinearState]:
         q, k, v, beta, log_gamma = inputs

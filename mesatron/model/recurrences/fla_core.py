@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-from importlib.util import find_spec
-
 import torch
+from packaging.version import Version, parse
 from torch import Tensor
 
 from mesatron.model.recurrences.linear_attention import LinearState
 
+LEAST_VERSION = Version("0.6")
 LEAST_LOG_GAMMA = -40.0
 """Below it a state is nothing beside the rounding of fp32; -inf would make fla-core's sums of logarithms NaN."""
 
@@ -30,22 +29,29 @@ def state_of(G: Tensor | None) -> LinearState | None:
 
 
 def refusal(kernel: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why fla-core's `kernel` (simple_gla, delta_rule, gated_delta_rule or hgrn) cannot be used, if it cannot.
-
-    Triton 3.4.0 to 3.7.0 miscompile the backward pass of its gated chunk kernels on Hopper (its issue 640).
-    """
+    """Why fla-core's `kernel` (simple_gla, delta_rule, gated_delta_rule or hgrn) cannot be used, if it cannot."""
     if device.type != "cuda":
         return "no GPU"
-    if find_spec("fla") is None:
-        return "fla-core is not installed"
+    try:
+        import fla.ops
+        import triton
+    except Exception as error:  # it looks at the GPU and at Triton while it is imported
+        if isinstance(error, ModuleNotFoundError) and error.name == "fla":
+            return "fla-core is not installed"
+        return f"fla-core cannot be imported ({type(error).__name__}: {' '.join(str(error).split())})"
+    return known_fault(kernel, dtype, fla.__version__, triton.__version__, torch.cuda.get_device_capability(device)[0])
+
+
+def known_fault(kernel: str, dtype: torch.dtype, fla: str, triton: str, capability: int) -> str | None:
+    """`refusal` by the versions of fla-core and Triton and the GPU's major compute capability (Hopper's is 9).
+
+    Triton 3.4.0 to 3.7.0 miscompile the backward pass of fla-core's gated chunk kernels on Hopper (its issue 640).
+    """
+    if parse(fla) < LEAST_VERSION:
+        return f"fla-core is {fla}, but {LEAST_VERSION} or later is needed"
     if kernel != "hgrn" and dtype not in (torch.bfloat16, torch.float16):
         return f"fla-core's {kernel} has no {str(dtype).removeprefix('torch.')}"
-    if kernel in ("simple_gla", "gated_delta_rule") and torch.cuda.get_device_capability(device)[0] == 9:
-        version = importlib.metadata.version("triton")
-        if (3, 4, 0) <= _numbers(version) < (3, 7, 1):
-            return f"Triton {version} miscompiles fla-core's {kernel} on Hopper"
+    gated = kernel in ("simple_gla", "gated_delta_rule")
+    if gated and capability == 9 and Version("3.4.dev0") <= parse(triton) < Version("3.7.1"):
+        return f"Triton {triton} miscompiles fla-core's {kernel} on Hopper"
     return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.partition("+")[0].split(".")[:3])

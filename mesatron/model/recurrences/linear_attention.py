@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mesatron.model.precision import at_least_fp32
 from mesatron.model.recurrences.chunks import Chunks
-from mesatron.model.recurrences.decay import log_decay_after, log_decays, weighted_sum
+from mesatron.model.recurrences.decay import log_decay_after, log_decays, weighted_products, weighted_sum
 from mesatron.model.recurrences.recurrence import ChunkwiseRecurrence
 
 
@@ -29,12 +28,16 @@ class LinearState(NamedTuple):
     G: Tensor
 
 
-class LinearAttention(ChunkwiseRecurrence):
-    """G_t = gamma_t G_(t-1) + v_t k_t^T, o_t = G_t q_t."""
+class MatrixRecurrence(ChunkwiseRecurrence):
+    """One whose state is a LinearState."""
 
-    def empty_state(self, inputs: LinearInputs, sequences: int) -> LinearState:
+    def empty_state(self, inputs: Any, sequences: int) -> LinearState:
         heads, key_size = inputs.k.shape[2:]
         return LinearState(inputs.v.new_zeros(sequences, heads, inputs.v.shape[-1], key_size))
+
+
+class LinearAttention(MatrixRecurrence):
+    """G_t = gamma_t G_(t-1) + v_t k_t^T, o_t = G_t q_t."""
 
     def step(self, inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearState]:
         q, k, v, log_gamma = inputs
@@ -70,10 +73,8 @@ class LinearAttention(ChunkwiseRecurrence):
 
     def summarize(self, inputs: LinearInputs) -> tuple[Tensor, ...]:
         """The log decay [B, h] and the state [B, h, Dv, D] after it from an empty one."""
-        with torch.autocast(inputs.k.device.type, enabled=False):
-            k, v = at_least_fp32(inputs.k), at_least_fp32(inputs.v)
-            weighted = k * log_decay_after(inputs.log_gamma, 1).exp().to(k.dtype).unsqueeze(-1)
-            return inputs.log_gamma.double().sum(1).to(k.dtype), torch.einsum("bthi,bthj->bhij", v, weighted)
+        G = weighted_products(inputs.v, inputs.k, log_decay_after(inputs.log_gamma, 1).exp())
+        return inputs.log_gamma.double().sum(1).to(G.dtype), G
 
     def combine(self, summaries: Sequence[Tensor]) -> LinearState:
         log_decay, G = summaries

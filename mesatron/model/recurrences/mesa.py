@@ -12,7 +12,7 @@ from mesatron_kernels import MesaState, mesa, mesa_step
 from torch import Tensor
 
 from mesatron.model.precision import at_least_fp32
-from mesatron.model.recurrences.decay import log_decay_after, weighted_sum
+from mesatron.model.recurrences.decay import log_decay_after, weighted_products, weighted_sum
 from mesatron.model.recurrences.recurrence import Output, Recurrence
 
 
@@ -61,13 +61,9 @@ class Mesa(Recurrence):
 
     def summarize(self, inputs: MesaInputs) -> tuple[Tensor, ...]:
         """The state [H; G] [B, h, D + Dv, D] after a run from an empty one, and the log decay [B, h] over it."""
-        with torch.autocast(inputs.k.device.type, enabled=False):
-            k, v = at_least_fp32(inputs.k), at_least_fp32(inputs.v)
-            decay = log_decay_after(inputs.log_gamma, 1).exp()
-            weighted = k * (decay * inputs.beta).to(k.dtype).unsqueeze(-1)
-            H = torch.einsum("bthi,bthj->bhij", k, weighted)
-            G = torch.einsum("bthi,bthj->bhij", v, weighted)
-            return torch.cat([H, G], -2), inputs.log_gamma.double().sum(1).to(k.dtype)
+        weights = log_decay_after(inputs.log_gamma, 1).exp() * inputs.beta
+        H, G = (weighted_products(x, inputs.k, weights) for x in (inputs.k, inputs.v))
+        return torch.cat([H, G], -2), inputs.log_gamma.double().sum(1).to(H.dtype)
 
     def combine(self, summaries: Sequence[Tensor]) -> MesaState:
         states, log_decays = summaries

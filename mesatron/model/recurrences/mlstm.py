@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mesatron.model.precision import at_least_fp32
 from mesatron.model.recurrences.chunks import Chunks
-from mesatron.model.recurrences.decay import log_decay_after, log_decays, weighted_sum
+from mesatron.model.recurrences.decay import log_decay_after, log_decays, weighted_products, weighted_sum
 from mesatron.model.recurrences.recurrence import ChunkwiseRecurrence
 
 LEAST_LOG_FLOOR = -60.0
@@ -81,13 +80,10 @@ class MLSTM(ChunkwiseRecurrence):
 
     def summarize(self, inputs: MLSTMInputs) -> tuple[Tensor, ...]:
         """The log decay [B, h], and m [B, h] and memory [B, h, Dv + 1, D] after the run from an empty state."""
-        with torch.autocast(inputs.k.device.type, enabled=False):
-            k, w = at_least_fp32(inputs.k), _extended(at_least_fp32(inputs.v))
-            exponents = log_decay_after(inputs.log_gamma, 1) + inputs.log_i
-            m = exponents.amax(1).clamp(min=0.0).detach()
-            weight = (exponents - m.unsqueeze(1)).exp().to(k.dtype)
-            memory = torch.einsum("bthi,bthj->bhij", w, k * weight.unsqueeze(-1))
-            return inputs.log_gamma.double().sum(1).to(k.dtype), m.to(k.dtype), memory
+        exponents = log_decay_after(inputs.log_gamma, 1) + inputs.log_i
+        m = exponents.amax(1).clamp(min=0.0).detach()
+        memory = weighted_products(_extended(inputs.v), inputs.k, (exponents - m.unsqueeze(1)).exp())
+        return inputs.log_gamma.double().sum(1).to(memory.dtype), m.to(memory.dtype), memory
 
     def combine(self, summaries: Sequence[Tensor]) -> MLSTMState:
         log_decay, m_own, memory = summaries

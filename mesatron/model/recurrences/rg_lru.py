@@ -59,7 +59,9 @@ class RGLRU(ChunkwiseRecurrence):
     ) -> tuple[Tensor, RGLRUState | None]:
         from fla.ops.hgrn import fused_recurrent_hgrn
 
-        x, log_a = _scaled(RGLRUInputs(*map(at_least_fp32, inputs))), at_least_fp32(inputs.log_gamma)
+        from mesatron.model.recurrences.fla_core import bounded
+
+        x, log_a = _scaled(RGLRUInputs(*map(at_least_fp32, inputs))), bounded(at_least_fp32(inputs.log_gamma))
         h, last = fused_recurrent_hgrn(x, log_a, None if initial is None else initial.h, return_state, cu_seqlens)
         return h, None if last is None else RGLRUState(last)
 

@@ -30,3 +30,15 @@ def test_a_start_that_was_replaced_queues_nothing(
             with pytest.raises(ConfigError, match="scontrol is not on PATH"):
                 settle(config)
     assert not (config.run_folder / "attempts.jsonl").exists()
+
+
+def test_outside_a_job_nothing_is_settled(
+    tmp_path: Path, tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(tiny_config(tmp_path))
+    launch = config.run_folder / LAUNCH_FOLDER
+    launch.mkdir(parents=True)
+    (launch / JOB_FILE).write_text(json.dumps(Job("6", ["n2"], 1, 2, str(launch / "words-6-0")).__dict__))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(ConfigError, match="SLURM_JOB_ID is not set; submit the script with sbatch"):
+        settle(config)

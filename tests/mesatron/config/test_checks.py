@@ -27,6 +27,10 @@ QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
         (["train.schedule=wsd", "train.steps=40", "train.decay_fraction=0.3"], "30 + 0.3 x 40 = 42 of 40"),
         (["train.start_lr=5e-3"], "train.start_lr (0.005) must not exceed train.peak_lr (0.004)"),
         (["model.mesa.lambda_initial=0.25"], "lambda_initial (0.25) must exceed model.mesa.lambda_lower_bound (0.25)"),
+        (
+            ["model.mixer=[mesa,gla,hawk_mesa,swa-2]"],
+            "but mesa + gla + hawk + mesa + swa-2 = 5 mixers do not fit into 4",
+        ),
         (["model.mlp_ratio=0.003"], "0.003 x 128 rounds to 0"),
         (["parallel.tensor_size=4"], "model.heads must be a multiple of parallel.tensor_size, but 2 = 0 x 4 + 2"),
         (["parallel.tensor_size=2", "model.mlp_ratio=1.0078125"], "129 = 64 x 2 + 1"),
@@ -73,6 +77,7 @@ def test_fields_that_do_not_fit_together(overrides: list[str], arithmetic: str) 
         ["train.start_lr=4e-3"],
         ["model.mesa.lambda_lower_bound=0"],
         ["model.mlp_ratio=0.004"],
+        ["model.mixer=[gla,hawk_mesa,swa-2]"],
         ["data.folder=s3://bucket/shards", "data.cache_folder=cache", "data.cache_limit_bytes=1000"],
         ["data.weights={RedPajamaBook: 1, RedPajamaC4: 0.5}", "data.min_document_tokens=9"],
     ],

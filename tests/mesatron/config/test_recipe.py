@@ -1,6 +1,9 @@
 """The shipped paper configs against the paper's numbers (arXiv 2506.05233, sections 4, G.1-G.6, tables 8 and 9) and
 against the table they are written from, and computed parameter counts against models that are really built."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,15 @@ def test_files_are_those_of_the_table() -> None:
         assert (PAPER / name).read_text() == text
     shipped = {path.name for path in PAPER.glob("*.yaml")} - {"recipe.yaml"}
     assert shipped == config_texts().keys()
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-folder"], [".", "."]])
+def test_the_table_is_written_into_a_folder_that_is_named(tmp_path: Path, arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "mesatron.config.paper", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch("mesatron: Name the folder [^\n]*\n", done.stderr)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from mesatron.config import load_config
 from mesatron.prove.layouts import Case
 from mesatron.prove.table import Prover, compare, table
 from mesatron.prove.worlds import WorldFailed, run_world
@@ -66,6 +67,12 @@ def test_a_layout_equals_one_process(prover: Prover, case: Case) -> None:
 def test_every_mixer_in_a_layout_equals_one_process(mixed_prover: Prover, case: Case) -> None:
     lines: list[str] = []
     assert table(mixed_prover, [case], lines.append), lines
+
+
+def test_every_mixer_of_a_pattern_is_built(tmp_path: Path, fork_server: ForkServerContext) -> None:
+    pattern = ["hawk_mesa", "swa-4", "gla"]
+    prover = Prover(fork_server, tmp_path / "folder", 1, vocabulary_size=32, mixer=pattern)
+    assert load_config(prover.config).model.used_mixers == ["hawk", "mesa", "swa", "gla"]
 
 
 def test_a_difference_is_seen(prover: Prover) -> None:

@@ -199,14 +199,28 @@ def test_results_are_written_once_and_shown_beside_the_papers(tmp_path: Path) ->
         (("--tasks", "7"), "--tasks has '7', which is no task; there are in-context-recall, "),
         (("--tasks", "mqar,,compression"), "--tasks is 'mqar,,compression', which has an empty name; "),
         (("--mixers", "meesa"), "--mixers has 'meesa': "),
-        (("--learning-rate", "inf"), "--learning-rate is inf; give a finite number."),
-        (("--weight-decay", "inf"), "--weight-decay is inf; give a finite number."),
+        (("--mixers", "mesa+gla+hawk"), "--mixers has 'mesa+gla+hawk', but mesa + gla + hawk = 3 mixers do not fit "),
     ],
 )
 def test_mistakes_are_refused(tmp_path: Path, arguments: tuple[str, ...], line: str) -> None:
     done = CliRunner().invoke(app, ["evaluate", "mad", "--output", str(tmp_path / "mad"), *arguments])
     assert isinstance(done.exception, ConfigError)
     assert str(done.exception).startswith(line)
+    assert not (tmp_path / "mad").exists()
+
+
+SIZES = ("--epochs", "--examples", "--test-examples", "--length", "--vocabulary")
+RATES = ("--learning-rate", "--weight-decay")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [*((size, "9" * 20) for size in SIZES), *((rate, value) for rate in RATES for value in ("1e300", "inf", "nan"))],
+)
+def test_numbers_have_a_bound(tmp_path: Path, option: str, value: str) -> None:
+    done = CliRunner().invoke(app, ["evaluate", "mad", "--output", str(tmp_path / "mad"), option, value])
+    assert done.exit_code == 2
+    assert f"Invalid value for '{option}'" in done.output
     assert not (tmp_path / "mad").exists()
 
 

@@ -16,7 +16,8 @@ hang=7      the last process waits for something that never comes while it works
 slow=N      each batch takes N tenths of a second longer, the rehearsal 5 N and each tensor saved or restored N / 20
 garbage=40,41  the tokens of these global batches, counted from 0, are those that are rare elsewhere
 lag=N       every block takes the last process N hundredths of a second longer
-request=7   a file that asks to stop appears in the run folder in step 7; request=save: when the first step is saved
+request=7   a file that asks to stop appears in the run folder in step 7; request=save: when the first step is saved;
+            request=save,any: one to any attempt
 """
 
 import dataclasses
@@ -162,7 +163,8 @@ def slowly(function: Callable, times: float) -> Callable:
 
 def request_stop(trainer: Trainer) -> None:
     if trainer.world.is_first:
-        request = '{"reason": "enough", "code": 75, "attempt_at_most": 1}'
+        attempt = "null" if value.endswith(",any") else 1
+        request = f'{{"reason": "enough", "code": 75, "attempt_at_most": {attempt}}}'
         (trainer.config.run_folder / REQUEST_FILE).write_text(request)
 
 
@@ -184,7 +186,8 @@ if fault == "slow":
     ZeroEngine.losses, ZeroEngine._own = slowly(ZeroEngine.losses, 1), slowly(ZeroEngine._own, 0.05)
 if fault in ("signal", "request") and not steps:
     disturb = request_stop if fault == "request" else lambda trainer: send_signals(trainer.world)
-    setattr(Trainer, f"_{value}", before(getattr(Trainer, f"_{value}"), disturb))
+    moment = f"_{value.partition(',')[0]}"
+    setattr(Trainer, moment, before(getattr(Trainer, moment), disturb))
 program = Path(mesatron.__file__).with_name("__main__.py")
 sys.argv = [str(program), *sys.argv[2:]]
 runpy.run_path(str(program), run_name="__main__")

@@ -72,11 +72,12 @@ def test_requests_in_the_run_folder(
     assert not request.exists()
 
 
+@pytest.mark.parametrize("request_to", ["save", "save,any"])
 def test_a_request_that_comes_with_the_last_step_is_not_left_behind(
-    tmp_path: Path, odd_config: Callable, short_data: Path, world: Callable, run_of: Callable
+    request_to: str, tmp_path: Path, odd_config: Callable, short_data: Path, world: Callable, run_of: Callable
 ) -> None:
     config = odd_config(tmp_path, short_data, **{"checkpoint.every_steps": 6})
-    assert world(1, SABOTAGE, "request=save", "train", config).exit_code == 0
+    assert world(1, SABOTAGE, f"request={request_to}", "train", config).exit_code == 0
     assert not (run_of(config).path / "stop-request.json").exists()
 
 

@@ -20,9 +20,7 @@ def test_an_array_gets_its_signal_as_early_as_any_run_needs_it(
     assert "#SBATCH --signal=B:USR1@77\n" in plan.files[tmp_path / "runs/short/launch/train.sbatch"]
 
 
-@pytest.mark.parametrize(
-    ("options", "processes"), [({}, 1), ({"gpus-per-node": "h100:4"}, 4), ({"gres": "gpu:0"}, 1)]
-)
+@pytest.mark.parametrize(("options", "processes"), [({}, 1), ({"gpus-per-node": "h100:4"}, 4), ({"gres": "gpu:0"}, 1)])
 def test_a_process_for_each_gpu_or_one(
     options: dict[str, str], processes: int, tmp_path: Path, tiny_config: Callable[..., Path]
 ) -> None:

@@ -85,7 +85,10 @@ def test_the_transformer_is_the_usual_reference(write: Callable[..., Path]) -> N
         ({"variants": {"../a": {}}}, "is '../a', but string should match"),
         ({"variants": {"a": {"train.peak_lrr": 1}}}, "variant 'a': .*did you mean 'train.peak_lr'"),
         ({"variants": {"a": {"train.peak_lr": None}}}, "variant 'a': .*'train.peak_lr' is None"),
-        ({"variants": {"a": {"model": {"mixer": "gla"}}}}, "'model' of variant 'a' is a section; write each of its keys"),
+        (
+            {"variants": {"a": {"model": {"mixer": "gla"}}}},
+            "'model' of variant 'a' is a section; write each of its keys",
+        ),
         ({"variants": {"a": {"name": "b"}}}, "name follows from `output`"),
         ({"variants": {"a": {}, "b": {"train.steps": 7}}}, "'b' has train.steps 7 and 'a' 6, but all must share"),
         ({"variants": {"a": {}, "b": {"train.seed": 7}}}, "'b' has train.seed 7 and 'a' 0, but all must share"),

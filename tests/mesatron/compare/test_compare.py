@@ -43,15 +43,16 @@ class Command:
         )  # fmt: skip
 
     def child_at(self, run: Path, step: int) -> psutil.Process:
-        """The training under way once a run has saved a step."""
+        """The training under way once a run has saved a step or a later one."""
         deadline = time.monotonic() + WAIT_SECONDS
-        children: list[psutil.Process] = []
-        while not (children and (run / f"checkpoints/step-{step:08d}/manifest.json").exists()):
+        while True:
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline
-            time.sleep(0.01)
             children = psutil.Process(self.process.pid).children()
-        return children[0]
+            saved = [int(path.parent.name[5:]) for path in run.glob("checkpoints/step-*/manifest.json")]
+            if children and max(saved, default=0) >= step:
+                return children[0]
+            time.sleep(0.01)
 
     def end(self) -> tuple[int, str, str]:
         """Exit code and what was printed."""

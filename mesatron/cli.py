@@ -203,7 +203,7 @@ def compare(
         write_report(comparison, typer.echo)
     if failed:
         endings = ", ".join(f"{name} ({ending})" for name, ending in failed.items())
-        raise VariantError(f"Not finished: {endings}; see above why; the same command tries again.")
+        raise VariantError(f"Not finished: {endings}; see above why, then start the same command again.")
 
 
 @app.command()
@@ -330,6 +330,8 @@ def evaluate_perplexity(
     """Perplexity on the whole validation split, overall and by source."""
     if json_file is not None and json_file.exists() and not overwrite:
         raise ConfigError(f"{json_file} exists; name another file, or pass --overwrite to replace it.")
+    if json_file is not None and not json_file.parent.is_dir():
+        raise ConfigError(f"There is no folder {json_file.parent} for {json_file.name}; make it, or name another file.")
     from mesatron.evaluate.checkpoint import evaluate_perplexity, load_model
     from mesatron.metrics import perplexity
 

@@ -52,10 +52,6 @@ class DiskFullError(MesatronError):
     exit_code = 7
 
 
-class VariantError(MesatronError):
-    """Variants of a comparison failed; the others were trained and measured."""
-
-
 class PeerLostError(MesatronError):
     """Another process of the run has ended; it, or whoever killed it, knows why, so this one keeps silent."""
 
@@ -67,6 +63,12 @@ class UnfitError(MesatronError):
     """A machine is not fit for the run, or not like the others."""
 
     exit_code = 9
+
+
+class VariantError(MesatronError):
+    """Variants of a comparison failed; the others were trained and measured."""
+
+    exit_code = 10
 
 
 class StoppedEarly(MesatronError):

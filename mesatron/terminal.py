@@ -22,3 +22,11 @@ def table(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table, whose first row is its heading; all columns but the first are numbers."""
+    widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    padded = [[cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])] for cells in rows]
+    return [f"| {' | '.join(cells)} |" for cells in (padded[0], rule, *padded[1:])]

@@ -50,7 +50,7 @@ class Request:
                 if option == "gpus-per-node" or part.startswith("gpu"):
                     number = part.rpartition(":")[2]
                     if number.isdecimal():
-                        return int(number)
+                        return max(1, int(number))
         return 1
 
 
@@ -77,14 +77,18 @@ def plan(file: Path, overrides: Sequence[str], sweep: Sequence[str], request: Re
 
 
 def plan_array(configs: Sequence[Config], folder: Path, name: str, request: Request) -> Plan:
-    """One array job, called `name` and described in `folder`, with a run for each of `configs`; raises as `plan`."""
+    """One array job, called `name` and described in `folder`, with a run for each of `configs`; raises as `plan`.
+
+    All get the cluster's signal as early as the slowest of them needs it.
+    """
     files = {path: text for config in configs for path, text in _job(config, request).items()}
     launches = [_launch_folder(config) for config in configs]
     script = folder.absolute() / LAUNCH_FOLDER / SCRIPT
     paths = shlex.join(str(launch / CONFIG) for launch in launches)
     choice = f'configs=({paths})\nset -- "${{configs[$SLURM_ARRAY_TASK_ID]}}"'
     array = {"array": f"0-{len(configs) - 1}", "job-name": name, "output": f"{script.parent}/slurm-%A_%a.out"}
-    files[script] = _script(configs[0], request, array, choice)
+    longest_lead = max(configs, key=lambda config: stop_lead_seconds(config, config.run_folder))
+    files[script] = _script(longest_lead, request, array, choice)
     return Plan(files, script, [launch.parent for launch in launches])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -122,10 +123,10 @@ def settle(file: ConfigFile, overrides: Overrides = None) -> None:
 def sbatch_options(given: Sequence[str] | None) -> dict[str, str]:
     """What is given as `--sbatch NAME=VALUE`. Raises ConfigError for what is not of that form."""
     options = dict(option.partition("=")[::2] for option in given or [])
-    if not all(options.values()):
+    if not all(name and value for name, value in options.items()):
         raise ConfigError("--sbatch takes NAME=VALUE, such as --sbatch constraint=h100.")
-    if not options.get("nodes", "1").isdecimal():
-        raise ConfigError(f"--sbatch nodes={options['nodes']} is no number of nodes.")
+    if not re.fullmatch("[1-9][0-9]*", options.get("nodes", "1")):
+        raise ConfigError(f"--sbatch nodes={options['nodes']} is no number of nodes; give 1 or more.")
     return options
 
 

@@ -12,9 +12,13 @@ from mesatron.compare.results import Result
 from mesatron.files import reporting_full_disk
 
 
-def write_board(folder: Path, results: Sequence[Result], reference: Result | None) -> None:
-    """Write the event files in `folder` anew. What is by position has the position, counted from 0, as its step."""
-    shutil.rmtree(folder, ignore_errors=True)
+def write_board(folder: Path, names: Sequence[str], results: Sequence[Result], reference: Result | None) -> None:
+    """Write the event files of all variants, called `names`, in `folder` anew; other folders there stay.
+
+    What is by position has the position, counted from 0, as its step.
+    """
+    for name in names:
+        shutil.rmtree(folder / name, ignore_errors=True)
     for result in results:
         with reporting_full_disk(folder), SummaryWriter(str(folder / result.name)) as board:
             for tag, curve in {"train/loss": result.train_loss, "validation/loss": result.validation_loss}.items():

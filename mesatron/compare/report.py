@@ -12,6 +12,7 @@ from mesatron.compare.plots import PLOTS, png
 from mesatron.compare.results import Result, read_results
 from mesatron.compare.variants import Comparison
 from mesatron.files import replace_file
+from mesatron.terminal import markdown_table
 
 MARKDOWN, CSV, BOARD = "results.md", "results.csv", "tensorboard"
 NOTHING = "–"
@@ -31,7 +32,7 @@ def write_report(comparison: Comparison, say: Callable[[str], None]) -> None:
         else:
             replace_file(path, [png(figure)])
             drawn.append(path.name)
-    write_board(folder / BOARD, results, reference)
+    write_board(folder / BOARD, [variant.name for variant in comparison.variants], results, reference)
     text = _markdown(comparison, results, reference, drawn)
     replace_file(folder / MARKDOWN, [text.encode()])
     say(text)
@@ -42,7 +43,7 @@ def _markdown(comparison: Comparison, results: Sequence[Result], reference: Resu
     config = comparison.variants[0].config
     places = dict.fromkeys(_place(result.environment) for result in results)
     lines = [
-        f"# {comparison.output.name}", "",
+        f"# {comparison.name}", "",
         f"{results[0].tokens_trained:,} tokens of {config.data.folder} in steps of {config.tokens_per_step:,}, context "
         f"{config.data.context_length}, seed {config.train.seed}; {'; '.join(places)}. Perplexity on "
         f"{sum(results[0].tokens_by_position):,} held-out tokens.",
@@ -54,8 +55,8 @@ def _markdown(comparison: Comparison, results: Sequence[Result], reference: Resu
         )
     if any(result.paper_perplexity is not None for result in results):
         lines.append("Paper: arXiv 2506.05233, table 10, SlimPajama.")
-    lines += ["", *_table(_overview(results, reference)), "", "Loss by source, nats per token:", ""]
-    lines += _table(_by_source(results))
+    lines += ["", *markdown_table(_overview(results, reference)), "", "Loss by source, nats per token:", ""]
+    lines += markdown_table(_by_source(results))
     for plot in plots:
         lines += ["", f"![{plot.partition('.')[0]}]({plot})"]
     return "\n".join(lines) + "\n"
@@ -113,11 +114,3 @@ def _begin_and_end(result: Result, reference: Result | None) -> tuple[float | No
 
 def _number(value: float | None, form: str) -> str:
     return NOTHING if value is None else format(value, form)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Markdown lines; all columns but the first are numbers."""
-    widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    padded = [[cells[0].ljust(widths[0]), *map(str.rjust, cells[1:], widths[1:])] for cells in rows]
-    return [f"| {' | '.join(cells)} |" for cells in (padded[0], rule, *padded[1:])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from mesatron.checkpoint.verify import list_checkpoints
+from mesatron.cluster.job import LAUNCH_FOLDER
 from mesatron.cluster.submission import Request, plan_array, refuse_active, submit
 from mesatron.compare.variants import Comparison, Variant
 from mesatron.config import changed_keys, load_config
@@ -22,13 +24,28 @@ from mesatron.processes import end_with_parent
 
 PERPLEXITY = Path("eval/perplexity.json")
 """In a run folder: what `mesatron evaluate perplexity --json` wrote at its end."""
+LOCK = ".lock"
+"""In a comparison's folder, from its beginning on."""
 INTERRUPTED = 130
+INTERRUPT_SECONDS = 10
+"""An interrupted verb may take so long to end before it is interrupted again."""
+
+
+def last_checkpoint(variant: Variant) -> Path | None:
+    """The folder of the last step's checkpoint; None before it is complete."""
+    checkpoints = list_checkpoints(variant.config.run_folder / "checkpoints")
+    complete = (info for info in checkpoints if info.status == "complete")
+    return next((info.path for info in complete if info.step == variant.config.train.steps), None)
 
 
 def is_trained(variant: Variant) -> bool:
     """Whether the checkpoint of the last step is there."""
-    checkpoints = list_checkpoints(variant.config.run_folder / "checkpoints")
-    return any(info.status == "complete" and info.step == variant.config.train.steps for info in checkpoints)
+    return last_checkpoint(variant) is not None
+
+
+def is_submitted(variant: Variant) -> bool:
+    """Whether jobs of Slurm train it."""
+    return (variant.config.run_folder / LAUNCH_FOLDER).exists()
 
 
 def is_measured(variant: Variant) -> bool:
@@ -40,8 +57,8 @@ def run(comparison: Comparison, say: Callable[[str], None]) -> dict[str, str]:
     """Train and evaluate what is not; returns how those that failed ended, by name.
 
     Raises StoppedEarly, PreemptedError or KeyboardInterrupt when asked to stop, after the variant under way has
-    ended; ConfigError when finished variants were trained with other settings, or when another comparison or a job of
-    Slurm works on them.
+    ended; ConfigError when finished variants were trained with other settings, when another comparison or a job of
+    Slurm works on them, or when the comparison's folder holds something else.
     """
     failed = {}
     with _only_one(comparison.output):
@@ -71,20 +88,22 @@ def submit_array(comparison: Comparison, options: Mapping[str, str]) -> str:
         if not configs:
             raise ConfigError(f"All variants in {comparison.output} are trained; leave out --slurm to measure them.")
         request = Request({"nodes": "1", **options}, {})
-        return submit(plan_array(configs, comparison.output, comparison.output.name, request))
+        return submit(plan_array(configs, comparison.output, comparison.name, request))
 
 
 def _train(comparison: Comparison, variant: Variant) -> str:
     if is_trained(variant):
         return ""
+    if is_submitted(variant):
+        return "its job has not finished it; --slurm submits it again"
     processes = ["--processes", str(comparison.processes)] if comparison.processes > 1 else []
     return _mesatron("train", str(comparison.base), *variant.arguments, *processes)
 
 
 def _measure(variant: Variant) -> str:
-    folder = variant.config.run_folder
-    (folder / PERPLEXITY).parent.mkdir(exist_ok=True)
-    return _mesatron("evaluate", "perplexity", str(folder), "--json", str(folder / PERPLEXITY))
+    file = variant.config.run_folder / PERPLEXITY
+    file.parent.mkdir(exist_ok=True)
+    return _mesatron("evaluate", "perplexity", str(last_checkpoint(variant)), "--json", str(file))
 
 
 def _mesatron(*arguments: str) -> str:
@@ -92,8 +111,16 @@ def _mesatron(*arguments: str) -> str:
     process = subprocess.Popen([sys.executable, "-m", "mesatron", *arguments], preexec_fn=end_with_parent)
     try:
         code = process.wait()
-    except (KeyboardInterrupt, PreemptedError) as stop:
-        process.send_signal(signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM)
+    except KeyboardInterrupt:
+        # A terminal has interrupted the verb too, and torchrun must not be disturbed while it ends.
+        try:
+            process.wait(INTERRUPT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+        raise
+    except PreemptedError:
+        process.send_signal(signal.SIGTERM)
         process.wait()
         raise
     for error in (StoppedEarly, PreemptedError):
@@ -116,6 +143,10 @@ def _refuse_changes(comparison: Comparison) -> None:
             continue
         folder = variant.config.run_folder
         changes = changed_keys(load_config(folder / "config.yaml"), variant.config)
+        if not is_submitted(variant):  # a job has as many processes as was asked of Slurm
+            trained_with = json.loads((folder / "environment.json").read_text())["world_size"]
+            if trained_with != comparison.processes:
+                changes["processes"] = trained_with, comparison.processes
         described = "; ".join(f"{key}: {old} -> {new}" for key, (old, new) in changes.items() if key != "runs_folder")
         if described:
             raise ConfigError(
@@ -126,12 +157,17 @@ def _refuse_changes(comparison: Comparison) -> None:
 
 @contextmanager
 def _only_one(output: Path) -> Iterator[None]:
-    """Hold the comparison's folder, which is made if need be. Raises ConfigError when another process does."""
+    """Hold the comparison's folder, which is made if need be.
+
+    Raises ConfigError when another process does, and for a folder that holds something but no comparison.
+    """
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"Cannot make {output}: {error.strerror}; choose another output.") from None
-    lock = os.open(output / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    if any(output.iterdir()) and not (output / LOCK).exists():
+        raise ConfigError(f"{output.resolve()} holds files of something else; choose another output, or empty it.")
+    lock = os.open(output / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

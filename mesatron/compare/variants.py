@@ -70,6 +70,11 @@ class Comparison:
     processes: int
     variants: list[Variant]
 
+    @property
+    def name(self) -> str:
+        """The name of its folder, which heads its table and is that of its jobs."""
+        return self.output.resolve().name
+
 
 def load_comparison(file: Path, overrides: Sequence[str] = ()) -> Comparison:
     """The comparison in `file`; `overrides` of the base apply to every variant that does not set the same key.
@@ -101,11 +106,18 @@ def _variant(file: Path, base: Path, found: ComparisonFile, name: str, overrides
     for key in OWN_KEYS:
         if key in own or any(override.startswith(f"{key}=") for override in overrides):
             raise ConfigError(f"{file}: {key} follows from `output` and the variant's name; remove it.")
+    for key, value in own.items():
+        if isinstance(value, dict):
+            raise ConfigError(
+                f"{file}: '{key}' of variant '{name}' is a section; write each of its keys in full, such as "
+                "model.mixer: gla."
+            )
+    set_here = own | {"name": name, "runs_folder": str(found.output / "runs")}
     try:
-        given = [f"{key}={json.dumps(value)}" for key, value in own.items()]
+        given = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in set_here.items()]
     except TypeError:
         raise ConfigError(f"{file}: a value of variant '{name}' is a date; put quotes around it.") from None
-    arguments = [*overrides, *given, f"name={name}", f"runs_folder={found.output / 'runs'}"]
+    arguments = [*overrides, *given]
     try:
         config = load_config(base, arguments)
         accumulation_steps(config, data_parallel_size(config, found.processes))

@@ -21,8 +21,9 @@ class Size(NamedTuple):
 
 
 SIZES = {"140m": Size(768, 14, 6), "440m": Size(1024, 28, 8), "1b": Size(1536, 28, 12)}
+TOKENS_PER_STEP = 524_288
 STEPS = {"15b": 28610, "50b": 95367}
-"""Optimizer steps of 524,288 tokens each."""
+"""Optimizer steps by the training tokens."""
 RUNS = [(size, tokens) for size in SIZES for tokens in STEPS]
 PEAK_LR = {
     "transformer": (2.5e-3, 3e-3, 1.5e-3, 1e-3, 2e-3, 8e-4),

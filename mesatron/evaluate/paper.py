@@ -2,115 +2,68 @@
 
 from __future__ import annotations
 
-from mesatron.config import Config
+from typing import Any
 
-CONTEXT_LENGTH, VOCABULARY_SIZE, SOLVER_STEPS = 2048, 50257, 30
-SIZES = {"145M": (768, 14), "400M": (1024, 28), "1B": (1536, 28)}
-"""Width and layers by the paper's name of a size."""
-BUDGETS = {"15B": 15e9, "50B": 50e9}
-"""Training tokens."""
-TEXTS = ("SlimPajama", "Lambada", "Wikitext-2", "PG19", "GovReport", "Qasper")
-"""What the perplexities below were measured on, held out; documents are cut at 2048 tokens."""
-PERPLEXITIES: dict[tuple[str, str], dict[str, tuple[float, ...]]] = {
-    ("145M", "15B"): {
-        "hawk": (19.73, 38.94, 23.06, 19.87, 19.23, 29.66),
-        "mamba2": (18.29, 40.34, 20.86, 19.17, 17.03, 23.71),
-        "gla": (17.37, 37.96, 19.57, 18.11, 15.86, 22.37),
-        "mlstm": (17.35, 37.97, 19.57, 18.12, 15.88, 22.50),
-        "deltanet": (17.26, 38.18, 19.29, 17.93, 15.67, 21.75),
-        "gated_deltanet": (17.12, 37.62, 19.18, 17.77, 15.55, 22.13),
-        "mesa": (17.02, 37.64, 19.10, 17.72, 15.44, 21.87),
-        "hawk_mesa": (16.81, 37.20, 18.87, 17.14, 15.29, 21.62),
-        "transformer": (16.95, 38.69, 18.65, 17.47, 15.00, 20.80),
+from mesatron.config import Config, ModelConfig
+from mesatron.config.mixers import SECTIONS
+from mesatron.config.paper import SIZES, STEPS, TOKENS_PER_STEP
+
+CONTEXT_LENGTH, VOCABULARY_SIZE = 2048, 50257
+PERPLEXITIES: dict[tuple[str, str], dict[str, float]] = {
+    ("140m", "15b"): {
+        "hawk": 19.73, "mamba2": 18.29, "gla": 17.37, "mlstm": 17.35, "deltanet": 17.26, "gated_deltanet": 17.12,
+        "mesa": 17.02, "hawk_mesa": 16.81, "transformer": 16.95,
     },
-    ("400M", "15B"): {
-        "hawk": (14.40, 31.54, 16.12, 14.23, 13.67, 19.85),
-        "mamba2": (14.45, 33.38, 15.99, 14.80, 13.27, 18.36),
-        "gla": (13.69, 31.64, 15.01, 13.89, 12.36, 17.08),
-        "mlstm": (13.71, 31.70, 14.95, 13.88, 12.28, 17.10),
-        "deltanet": (13.80, 31.98, 15.07, 14.01, 12.51, 17.20),
-        "gated_deltanet": (13.48, 31.40, 14.71, 13.59, 12.16, 16.64),
-        "mesa": (13.44, 31.38, 14.65, 13.51, 12.02, 16.56),
-        "hawk_mesa": (13.37, 31.10, 14.55, 13.32, 12.07, 16.68),
-        "swa-4": (23.36, 38.65, 29.29, 23.51, 26.94, 48.24),
-        "swa-64": (15.98, 32.97, 18.89, 16.31, 15.20, 23.08),
-        "swa-256": (14.69, 32.64, 16.99, 15.04, 13.42, 19.36),
-        "swa-1024": (13.95, 32.63, 15.40, 14.09, 12.36, 17.05),
-        "transformer": (13.64, 32.25, 14.71, 13.73, 12.06, 16.51),
+    ("440m", "15b"): {
+        "hawk": 14.40, "mamba2": 14.45, "gla": 13.69, "mlstm": 13.71, "deltanet": 13.80, "gated_deltanet": 13.48,
+        "mesa": 13.44, "hawk_mesa": 13.37, "swa-4": 23.36, "swa-64": 15.98, "swa-256": 14.69, "swa-1024": 13.95,
+        "transformer": 13.64,
     },
-    ("1B", "15B"): {
-        "hawk": (12.71, 28.72, 13.95, 12.44, 11.90, 17.30),
-        "mamba2": (12.78, 30.30, 13.97, 12.92, 11.68, 15.97),
-        "gla": (12.28, 29.13, 13.29, 12.35, 11.08, 15.20),
-        "mlstm": (12.38, 29.21, 13.43, 12.40, 11.16, 15.33),
-        "deltanet": (12.23, 29.13, 13.20, 12.28, 11.04, 15.11),
-        "gated_deltanet": (12.06, 28.67, 13.00, 12.05, 10.85, 14.86),
-        "mesa": (12.02, 28.57, 12.92, 11.96, 10.76, 14.76),
-        "hawk_mesa": (11.91, 28.45, 12.79, 11.83, 10.72, 14.60),
-        "swa-4": (20.27, 34.66, 24.56, 20.33, 22.98, 40.37),
-        "swa-64": (14.08, 30.01, 16.47, 14.33, 13.34, 19.78),
-        "swa-256": (12.98, 29.63, 14.76, 13.18, 11.82, 16.82),
-        "swa-1024": (12.33, 29.65, 13.47, 12.35, 10.92, 14.93),
-        "transformer": (12.16, 29.55, 12.90, 12.10, 10.68, 14.47),
+    ("1b", "15b"): {
+        "hawk": 12.71, "mamba2": 12.78, "gla": 12.28, "mlstm": 12.38, "deltanet": 12.23, "gated_deltanet": 12.06,
+        "mesa": 12.02, "hawk_mesa": 11.91, "swa-4": 20.27, "swa-64": 14.08, "swa-256": 12.98, "swa-1024": 12.33,
+        "transformer": 12.16,
     },
-    ("145M", "50B"): {
-        "hawk": (18.34, 37.43, 21.25, 18.49, 18.17, 27.83),
-        "mamba2": (17.05, 38.22, 19.24, 17.87, 15.90, 22.10),
-        "gla": (16.30, 36.20, 18.43, 16.90, 15.02, 20.91),
-        "mlstm": (16.20, 36.19, 18.31, 16.97, 14.91, 20.85),
-        "deltanet": (16.17, 36.55, 18.08, 16.78, 14.81, 20.53),
-        "gated_deltanet": (16.05, 35.80, 18.04, 16.79, 14.77, 20.67),
-        "mesa": (16.05, 36.17, 17.96, 16.60, 14.72, 20.57),
-        "hawk_mesa": (15.82, 35.51, 17.70, 16.19, 14.55, 20.38),
-        "transformer": (15.81, 36.54, 17.35, 16.25, 14.04, 19.33),
+    ("140m", "50b"): {
+        "hawk": 18.34, "mamba2": 17.05, "gla": 16.30, "mlstm": 16.20, "deltanet": 16.17, "gated_deltanet": 16.05,
+        "mesa": 16.05, "hawk_mesa": 15.82, "transformer": 15.81,
     },
-    ("400M", "50B"): {
-        "hawk": (12.87, 29.44, 14.30, 12.71, 12.24, 17.54),
-        "mamba2": (13.07, 31.05, 14.28, 13.28, 12.10, 16.37),
-        "gla": (12.61, 29.93, 13.73, 12.75, 11.52, 15.77),
-        "mlstm": (12.56, 29.79, 13.60, 12.72, 11.49, 15.72),
-        "deltanet": (12.59, 30.00, 13.68, 12.70, 11.49, 15.57),
-        "gated_deltanet": (12.44, 29.57, 13.45, 12.52, 11.31, 15.42),
-        "mesa": (12.34, 29.57, 13.36, 12.40, 11.15, 15.19),
-        "hawk_mesa": (12.30, 29.38, 13.33, 12.30, 11.28, 15.32),
-        "swa-4": (19.32, 33.76, 23.43, 19.35, 21.50, 35.41),
-        "swa-64": (14.04, 30.51, 16.35, 14.19, 13.25, 19.37),
-        "swa-256": (13.23, 30.36, 14.94, 13.38, 12.08, 17.09),
-        "swa-1024": (12.52, 30.13, 13.71, 12.56, 11.12, 15.26),
-        "transformer": (12.40, 30.10, 13.23, 12.42, 10.96, 14.84),
+    ("440m", "50b"): {
+        "hawk": 12.87, "mamba2": 13.07, "gla": 12.61, "mlstm": 12.56, "deltanet": 12.59, "gated_deltanet": 12.44,
+        "mesa": 12.34, "hawk_mesa": 12.30, "swa-4": 19.32, "swa-64": 14.04, "swa-256": 13.23, "swa-1024": 12.52,
+        "transformer": 12.40,
     },
-    ("1B", "50B"): {
-        "hawk": (11.24, 26.67, 12.23, 10.93, 10.63, 14.89),
-        "mamba2": (11.39, 28.02, 12.23, 11.42, 10.42, 14.02),
-        "gla": (10.99, 26.98, 11.77, 10.95, 9.99, 13.52),
-        "mlstm": (11.01, 26.93, 11.81, 10.94, 10.00, 13.55),
-        "deltanet": (11.01, 27.08, 11.73, 11.00, 10.02, 13.44),
-        "gated_deltanet": (10.89, 26.79, 11.58, 10.81, 9.88, 13.28),
-        "mesa": (10.83, 26.78, 11.49, 10.71, 9.80, 13.13),
-        "hawk_mesa": (10.78, 26.59, 11.53, 10.60, 9.79, 13.20),
-        "swa-4": (16.46, 29.93, 19.42, 16.42, 17.86, 29.15),
-        "swa-64": (12.37, 27.76, 14.14, 12.51, 11.56, 16.77),
-        "swa-256": (11.60, 27.39, 12.89, 11.71, 10.58, 14.69),
-        "swa-1024": (11.00, 27.22, 11.78, 10.92, 9.79, 13.11),
-        "transformer": (10.86, 27.16, 11.42, 10.74, 9.69, 12.86),
+    ("1b", "50b"): {
+        "hawk": 11.24, "mamba2": 11.39, "gla": 10.99, "mlstm": 11.01, "deltanet": 11.01, "gated_deltanet": 10.89,
+        "mesa": 10.83, "hawk_mesa": 10.78, "swa-4": 16.46, "swa-64": 12.37, "swa-256": 11.60, "swa-1024": 11.00,
+        "transformer": 10.86,
     },
-}
-"""Perplexities on TEXTS by size and budget and by mixer."""
+}  # fmt: skip
+"""Perplexity on held-out SlimPajama, by size and training tokens and by mixer."""
 
 
 def paper_perplexity(config: Config) -> float | None:
     """The paper's perplexity on held-out SlimPajama of a run like this one; None if it has none.
 
-    Alike are mixer, width, layers, context, vocabulary and, within 1 %, the tokens trained on.
+    Alike are the model, whatever its kernels, the context and, within 1 %, the tokens trained on. The paper's models
+    are those of mesatron.config.paper, with the defaults of the config.
     """
-    model = config.model
-    if (config.data.context_length, model.vocabulary_size) != (CONTEXT_LENGTH, VOCABULARY_SIZE):
+    if config.data.context_length != CONTEXT_LENGTH:
         return None
-    if model.mixer == "mesa" and model.mesa.solver_steps != SOLVER_STEPS:
-        return None
-    tokens = config.train.steps * config.tokens_per_step
+    own, tokens = _function(config.model), config.train.steps * config.tokens_per_step
     for (size, budget), perplexities in PERPLEXITIES.items():
-        if SIZES[size] == (model.width, model.layers) and abs(tokens / BUDGETS[budget] - 1) < 0.01:
-            row = perplexities.get(str(model.mixer))
-            return row[0] if row else None
+        if abs(tokens / (STEPS[budget] * TOKENS_PER_STEP) - 1) < 0.01:
+            for mixer, perplexity in perplexities.items():
+                model = ModelConfig(vocabulary_size=VOCABULARY_SIZE, mixer=mixer, **SIZES[size]._asdict())
+                if _function(model) == own:
+                    return perplexity
     return None
+
+
+def _function(model: ModelConfig) -> dict[str, Any]:
+    """What decides the function that a model computes: no kernels, nor settings of mixers that it has not."""
+    mixers = [model.mixer_of(layer) for layer in range(model.layers)]
+    layers = [(mixer.name, mixer.window or model.swa.window) if mixer.name == "swa" else mixer.name for mixer in mixers]
+    no_function = {"implementation", "chunk_size", "window"}
+    settings = {name: getattr(model, name).model_dump(exclude=no_function) for name in model.used_mixers}
+    return model.model_dump(exclude={"mixer", "implementation", *SECTIONS}) | settings | {"mixers": layers}

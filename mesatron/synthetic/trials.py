@@ -35,6 +35,7 @@ from mesatron.synthetic.paper import (
 )
 from mesatron.synthetic.tasks import TASKS, Task
 from mesatron.synthetic.training import accuracy, fit, likeliest
+from mesatron.terminal import markdown_table
 from mesatron.train.environment import describe_environment
 
 NO_MIXER = "none"
@@ -216,6 +217,4 @@ def footnote(trials: Iterable[Trial], sweep: Sweep) -> str:
 
 def markdown(rows: list[tuple[str, ...]]) -> str:
     """A table in Markdown, whose first row is its heading."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    lines.insert(1, f"| --- |{' ---: |' * (len(rows[0]) - 1)}")
-    return "\n".join(lines) + "\n"
+    return "\n".join(markdown_table(rows)) + "\n"

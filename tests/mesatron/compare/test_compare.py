@@ -4,6 +4,7 @@ and TensorBoard files against the metrics.jsonl and the evaluations they come fr
 import csv
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -26,7 +27,8 @@ from mesatron.monitor.attempts import read_attempts
 from mesatron.monitor.metrics import read_metrics
 
 STEPS, EVERY = 24, 4
-VARIANTS = {"fine": {}, "coarse": {"model.mesa.solver_steps": 1, "model.mesa.solver_tolerance": 0.0}}
+MIXERS = {"fine": "mesa", "gla": "gla"}
+VARIANTS = {"fine": {}, "gla": {"model.mixer": "gla"}}
 WAIT_SECONDS = 90
 
 
@@ -41,14 +43,16 @@ class Command:
         )  # fmt: skip
 
     def child_at(self, run: Path, step: int) -> psutil.Process:
-        """The training under way once a run has saved a step."""
+        """The training under way once a run has saved a step or a later one."""
         deadline = time.monotonic() + WAIT_SECONDS
-        while not (run / f"checkpoints/step-{step:08d}/manifest.json").exists():
+        while True:
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < deadline
+            children = psutil.Process(self.process.pid).children()
+            saved = [int(path.parent.name[5:]) for path in run.glob("checkpoints/step-*/manifest.json")]
+            if children and max(saved, default=0) >= step:
+                return children[0]
             time.sleep(0.01)
-        (child,) = psutil.Process(self.process.pid).children()
-        return child
 
     def end(self) -> tuple[int, str, str]:
         """Exit code and what was printed."""
@@ -67,7 +71,10 @@ def file(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., Pa
     )  # fmt: skip
     path = folder / "comparison.yaml"
     path.write_text(
-        yaml.safe_dump({"base": "config.yaml", "output": str(folder / "out"), "variants": VARIANTS}, sort_keys=False)
+        yaml.safe_dump(
+            {"base": "config.yaml", "output": str(folder / "out"), "variants": VARIANTS, "processes": 2},
+            sort_keys=False,
+        )
     )
     return path
 
@@ -76,22 +83,23 @@ def file(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., Pa
 def finished(file: Path) -> Comparison:
     """The comparison after a kill of a training, a kill of the comparison, Ctrl-C, and one call to the end."""
     comparison = load_comparison(file)
-    fine, coarse = (variant.config.run_folder for variant in comparison.variants)
+    fine, gla = (variant.config.run_folder for variant in comparison.variants)
 
     command = Command(file)
     command.child_at(fine, EVERY).kill()
     code, out, errors = command.end()
-    assert code == 1, errors
+    assert code == 10, errors
     assert errors.splitlines()[-1].startswith("mesatron: Not finished: fine (ended by SIGKILL); ")
-    assert "| coarse " in out
+    assert "| gla " in out
     assert "| fine " not in out
     assert not (comparison.output / "positions.png").exists()
 
     command = Command(file)
-    child = command.child_at(fine, 2 * EVERY)
+    command.child_at(fine, EVERY)
     other = Command(file).end()
     assert other[0] == 2
     assert "Another comparison is at work in" in other[2]
+    child = command.child_at(fine, 2 * EVERY)
     command.process.kill()
     psutil.wait_procs([child], timeout=10)
     assert not child.is_running()
@@ -106,10 +114,10 @@ def finished(file: Path) -> Comparison:
 
     code, out, errors = Command(file).end()
     assert code == 0, errors
-    assert "coarse: finished before" in out
+    assert "gla: finished before" in out
     starts = [record for record in read_attempts(fine / "attempts.jsonl") if record["event"] == "start"]
     assert [start["resumed_from"] is not None for start in starts] == [False, True, True, True]
-    assert len([record for record in read_attempts(coarse / "attempts.jsonl") if record["event"] == "start"]) == 1
+    assert len([record for record in read_attempts(gla / "attempts.jsonl") if record["event"] == "start"]) == 1
     return comparison
 
 
@@ -119,7 +127,7 @@ def results(finished: Comparison) -> list[Result]:
 
 
 def test_results_are_those_of_the_runs(finished: Comparison, results: list[Result]) -> None:
-    assert [result.name for result in results] == ["fine", "coarse"]
+    assert [result.name for result in results] == ["fine", "gla"]
     for variant, result in zip(finished.variants, results, strict=True):
         lines = read_metrics(variant.config.run_folder / "metrics.jsonl")
         training = [line for line in lines if "train/loss" in line]
@@ -136,15 +144,13 @@ def test_results_are_those_of_the_runs(finished: Comparison, results: list[Resul
 
 
 def test_differences_are_weighted_by_tokens(results: list[Result]) -> None:
-    fine, coarse = results
-    assert fine.tokens_by_position == coarse.tokens_by_position
-    difference = coarse.difference(fine)
-    assert difference == [
-        own - other for own, other in zip(coarse.loss_by_position, fine.loss_by_position, strict=True)
-    ]
+    fine, gla = results
+    assert fine.tokens_by_position == gla.tokens_by_position
+    difference = gla.difference(fine)
+    assert difference == [own - other for own, other in zip(gla.loss_by_position, fine.loss_by_position, strict=True)]
     assert set(fine.difference(fine)) == {0.0}
-    whole = coarse.mean_difference(fine, 0, len(difference))
-    assert whole == pytest.approx(coarse.loss - fine.loss, abs=1e-9)
+    whole = gla.mean_difference(fine, 0, len(difference))
+    assert whole == pytest.approx(gla.loss - fine.loss, abs=1e-9)
     assert any(difference)
 
 
@@ -154,7 +160,9 @@ def test_the_table_is_that_of_the_results(finished: Comparison, results: list[Re
     text = (finished.output / "results.md").read_text()
     length = len(results[0].loss_by_position)
     for row, result in zip(rows, results, strict=True):
-        assert (row["variant"], row["mixer"], int(row["parameters"])) == (result.name, "mesa", result.parameters)
+        assert (row["variant"], row["mixer"], int(row["parameters"])) == (
+            result.name, MIXERS[result.name], result.parameters,
+        )  # fmt: skip
         assert (float(row["loss"]), float(row["perplexity"])) == (result.loss, result.perplexity)
         assert float(row["tokens_per_second"]) == result.tokens_per_second
         assert float(row["peak_memory_bytes"]) == result.peak_bytes
@@ -218,14 +226,19 @@ def test_tensorboard_shows_the_same_curves(finished: Comparison, results: list[R
 
 
 def test_a_second_call_trains_nothing(file: Path, finished: Comparison) -> None:
+    """And leaves what somebody else put beside the curves."""
+    own = finished.output / "tensorboard/own/notes"
+    own.parent.mkdir()
+    own.touch()
     kept = [path for path in (finished.output / "runs").rglob("*") if path.is_file()]
     before = {path: path.stat().st_mtime_ns for path in kept}
     table = (finished.output / "results.csv").read_bytes()
     code, out, _ = Command(file).end()
     assert code == 0
-    assert out.startswith("fine: finished before\ncoarse: finished before\n")
+    assert out.startswith("fine: finished before\ngla: finished before\n")
     assert {path: path.stat().st_mtime_ns for path in kept} == before
     assert (finished.output / "results.csv").read_bytes() == table
+    assert own.exists()
 
 
 def test_other_settings_for_what_is_finished_are_refused(file: Path, finished: Comparison) -> None:
@@ -233,9 +246,44 @@ def test_other_settings_for_what_is_finished_are_refused(file: Path, finished: C
     assert (code, out) == (2, "")
     assert errors.startswith(f"mesatron: {finished.output}/runs/fine was trained with other settings than {file} has")
     assert "(train.peak_lr: 0.003 -> 0.001)" in errors
+    one = file.with_name("one-process.yaml")
+    one.write_text(file.read_text().replace("processes: 2", "processes: 1"))
+    code, _, errors = Command(one).end()
+    assert code == 2
+    assert "(processes: 2 -> 1)" in errors
     code, _, errors = Command(file, "--sbatch=nodes=1").end()
     assert code == 2
     assert "give --slurm too" in errors
     code, _, errors = Command(file, "--slurm").end()
     assert code == 2
     assert "are trained; leave out --slurm to measure them" in errors
+
+
+def test_a_folder_of_something_else_is_left_alone(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "results.md").write_text("mine")
+    other = file.with_name("elsewhere.yaml")
+    other.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"output": str(tmp_path)}))
+    for option in ([], ["--slurm"]):
+        code, _, errors = Command(other, *option).end()
+        assert code == 2
+        assert f"{tmp_path} holds files of something else" in errors
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("results.md", "mine")]
+
+
+def test_only_the_last_step_is_measured_and_jobs_train_their_own(finished: Comparison, file: Path) -> None:
+    """One variant's last checkpoint is damaged, an older one is not; jobs have begun the other and not finished it."""
+    fine, gla = (variant.config.run_folder for variant in finished.variants)
+    for run in (fine, gla):
+        (run / "eval/perplexity.json").unlink()
+    weights = next((fine / f"checkpoints/step-{STEPS:08d}").glob("weights-*"))
+    content = bytearray(weights.read_bytes())
+    content[-10] ^= 1
+    weights.write_bytes(content)
+    shutil.rmtree(gla / f"checkpoints/step-{STEPS:08d}")
+    (gla / "launch").mkdir()
+    code, _, errors = Command(file).end()
+    assert code == 10
+    assert "is damaged: tensor" in errors
+    line = errors.splitlines()[-1]
+    assert "fine (exit code 4), gla (its job has not finished it; --slurm submits it again); see above why" in line
+    assert not (gla / f"checkpoints/step-{STEPS:08d}").exists()

@@ -42,8 +42,25 @@ def test_variants_are_the_base_with_their_overrides(write: Callable[..., Path], 
 
 
 def test_a_list_names_mixers(write: Callable[..., Path]) -> None:
-    (variant,) = load_comparison(write(variants=["mesa"])).variants
-    assert (variant.name, variant.config.model.mixer) == ("mesa", "mesa")
+    variants = load_comparison(write(variants=["gla", "swa-4"])).variants
+    assert [(variant.name, variant.config.model.mixer) for variant in variants] == [("gla", "gla"), ("swa-4", "swa-4")]
+
+
+def test_names_and_values_mean_what_they_say(write: Callable[..., Path], tmp_path: Path) -> None:
+    """Whatever YAML would make of them."""
+    names, output = ["5", "1.5", "no", "null", "2024-01-01"], tmp_path / "my runs #2: \u00e9 \U0001f600"
+    text = "#1: \U0001f600"
+    comparison = load_comparison(write(output=str(output), variants={name: {"tokenizer.path": text} for name in names}))
+    assert [variant.config.run_folder for variant in comparison.variants] == [output / "runs" / name for name in names]
+    assert [str(variant.config.tokenizer.path) for variant in comparison.variants] == [text] * len(names)
+    assert comparison.name == output.name
+
+
+def test_a_folder_named_by_dots_has_its_own_name(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_comparison(write(output=".")).name == tmp_path.name
 
 
 def test_the_transformer_is_the_usual_reference(write: Callable[..., Path]) -> None:
@@ -68,6 +85,10 @@ def test_the_transformer_is_the_usual_reference(write: Callable[..., Path]) -> N
         ({"variants": {"../a": {}}}, "is '../a', but string should match"),
         ({"variants": {"a": {"train.peak_lrr": 1}}}, "variant 'a': .*did you mean 'train.peak_lr'"),
         ({"variants": {"a": {"train.peak_lr": None}}}, "variant 'a': .*'train.peak_lr' is None"),
+        (
+            {"variants": {"a": {"model": {"mixer": "gla"}}}},
+            "'model' of variant 'a' is a section; write each of its keys",
+        ),
         ({"variants": {"a": {"name": "b"}}}, "name follows from `output`"),
         ({"variants": {"a": {}, "b": {"train.steps": 7}}}, "'b' has train.steps 7 and 'a' 6, but all must share"),
         ({"variants": {"a": {}, "b": {"train.seed": 7}}}, "'b' has train.seed 7 and 'a' 0, but all must share"),

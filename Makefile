@@ -31,8 +31,8 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: setup
-	$(BIN)/pytest -q
+test: setup  # much of it waits, so two workers pay even on two cores
+	$(BIN)/pytest -q -n 2 --dist loadgroup
 
 # The files of configs/paper, from the table of the paper's runs.
 configs: setup

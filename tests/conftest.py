@@ -29,6 +29,13 @@ SAMPLE_BYTES = 100_000
 SAMPLE = Path(__file__).parents[1] / "data_pipeline/sample/validation/part-00000.jsonl.zst"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers (`-n`), one has all tests of a file, which share fixtures, or of the Slurm cluster."""
+    for item in items:
+        group = "slurm" if item.path.parent.name == "slurm" else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with raw/ (the sample's held-out text; every fourth document is validation too), tokenizer/ and shards/.

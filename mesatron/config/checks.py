@@ -63,6 +63,8 @@ def _problems(config: Config):
             f"monitor.histogram_every_steps must be a multiple of monitor.log_every_steps, but "
             f"{config.monitor.histogram_every_steps} is none of {config.monitor.log_every_steps}."
         )
+    if config.monitor.profile_step > train.steps:
+        yield f"monitor.profile_step ({config.monitor.profile_step}) must not exceed train.steps ({train.steps})."
     if (config.checkpoint.local_folder is None) != (config.checkpoint.local_every_steps == 0):
         yield (
             f"checkpoint.local_folder ({config.checkpoint.local_folder}) and checkpoint.local_every_steps "

@@ -289,6 +289,8 @@ class MonitorConfig(Section):
     """Steps between scalar points."""
     histogram_every_steps: PositiveInt = 100
     """Steps between gate and Lambda histograms."""
+    profile_step: NonNegativeInt = 0
+    """The step whose trace every process writes into the run folder's profile/; 0 for none."""
     straggler_ratio: NonNegativeFloat = 1.5
     """A process whose data and forward pass take so many times the median's is named; 0 names none."""
 

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections import deque
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from mesatron_data.manifest import Manifest
 from mesatron_data.stream import TrainStream, ValidationSet
 from torch import Tensor
 
+from mesatron.checkpoint.format import step_name
 from mesatron.config import Config, accumulation_steps, data_parallel_size, dump_config
 from mesatron.errors import (
     CheckpointError,
@@ -42,6 +43,7 @@ from mesatron.train.faults import as_reported, stopped
 from mesatron.train.figures import by_source, checksum, count_sources, observe, peak_memory
 from mesatron.train.local import drop_local, find_local, make_local_saver
 from mesatron.train.nonfinite import dump_first_bad_layer
+from mesatron.train.profile import describe, profiled
 from mesatron.train.run import ResumePoint, Run
 from mesatron.train.saver import Hooks
 from mesatron.train.schedule import learning_rate
@@ -252,8 +254,12 @@ class Trainer:
         if self.ending or self.spike:
             return False
         lr = learning_rate(self.config.train, self.step + 1)
-        loss_sum, result = self.engine.update(micro_batches, targets, lr, self.timer)
+        with self._profiled(self.step + 1) as profile:
+            loss_sum, result = self.engine.update(micro_batches, targets, lr, self.timer)
         self.step += 1
+        if profile and self.world.is_first:
+            self.monitor.scalars(self.step, profile)
+            self._say(f"step {self.step}: {describe(profile)}")
         self.own_loss_sum, self.targets = float(loss_sum), targets
         self.history.append((self.step, _batch_number(self.stream) - 1, batch.sample_ids.tolist()))
         self.data_state = self.stream.state_dict()
@@ -282,6 +288,12 @@ class Trainer:
                 for line in slow:
                     self._say(f"step {self.step}: {line}")
         return True
+
+    def _profiled(self, step: int) -> AbstractContextManager[dict[str, float]]:
+        if step != self.config.monitor.profile_step:
+            return nullcontext({})
+        name = f"{step_name(step)}-{self.start.attempt}-rank-{self.world.rank}.json.gz"
+        return profiled(self.config.run_folder / "profile" / name, self.world.device, self.watchdog.tick)
 
     def _count_skipped(self, applied: bool, micro_batches: list[Batch], targets: float) -> None:
         if applied:

@@ -1,0 +1,80 @@
+"""The trace of a training step, and which part of it is communication."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+COMMUNICATION = ("nccl", "gloo:")
+"""What the names of collectives and point-to-point calls begin with, as kernels of a GPU and on a CPU."""
+
+Interval = tuple[float, float]
+
+
+@contextmanager
+def profiled(file: Path, device: torch.device, alive: Callable[[], None]) -> Iterator[dict[str, float]]:
+    """Trace what runs inside into `file` (.json.gz, for chrome://tracing or Perfetto).
+
+    The scalars of `shares` stand in the dict when the context has ended.
+    """
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    figures: dict[str, float] = {}
+    with profile(activities=activities) as trace:
+        begin = time.perf_counter()
+        yield figures
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+    alive()
+    file.parent.mkdir(exist_ok=True)
+    trace.export_chrome_trace(str(file))
+    alive()
+    figures |= shares(trace.events() or [], seconds, on_gpu)
+
+
+def shares(events: Iterable[Any], seconds: float, on_gpu: bool) -> dict[str, float]:
+    """Of a step of `seconds` that left `events`: its length, and the shares of it in which it
+
+    computes (kernels of the GPU, operators on a CPU), communicates, and communicates while it computes nothing.
+    """
+    work: list[Interval] = []
+    sent: list[Interval] = []
+    for event in events:
+        interval = event.time_range.start / 1e6, event.time_range.end / 1e6
+        is_kernel = event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+        if event.name.startswith(COMMUNICATION) and (is_kernel or not on_gpu):
+            sent.append(interval)
+        elif is_kernel or (not on_gpu and event.name.startswith("aten::")):
+            work.append(interval)
+    busy, computing, communicating = _covered(work + sent), _covered(work), _covered(sent)
+    return {
+        "profile/seconds": seconds,
+        "profile/computing": computing / seconds,
+        "profile/communicating": communicating / seconds,
+        "profile/only_communicating": (busy - computing) / seconds,
+    }
+
+
+def describe(figures: dict[str, float]) -> str:
+    """One line for the log."""
+    return (
+        f"{figures['profile/seconds']:.3f} s under the profiler: {figures['profile/computing']:.1%} computing, "
+        f"{figures['profile/communicating']:.1%} communicating, of it {figures['profile/only_communicating']:.1%} of "
+        "the step with no computing beside it"
+    )
+
+
+def _covered(intervals: list[Interval]) -> float:
+    """Length of the union."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total

@@ -22,12 +22,12 @@ class WorldFailed(MesatronError):
     """A process of a world has not come to its end; the message says what it last printed."""
 
 
-def fork_server() -> ForkServerContext:
-    """What worlds are forked from; it ends with this process."""
+def fork_server(*modules: str) -> ForkServerContext:
+    """What worlds are forked from, with PRELOAD and `modules` imported; it ends with this process."""
     # Asked in the usual way, whether there is a GPU, CUDA cannot be used after a fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload([*PRELOAD, *modules])
     return context
 
 

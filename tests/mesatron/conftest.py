@@ -5,7 +5,6 @@ each process then runs the same entry point under the same variables as one that
 """
 
 import json
-import multiprocessing
 import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,13 +19,12 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 import mesatron
-from mesatron.prove.worlds import PRELOAD
+from mesatron.prove import worlds
 
 PROGRAM = Path(mesatron.__file__).with_name("__main__.py")
 FORKED = Path(__file__).with_name("forked.py")
 TIME_LIMIT_SECONDS = 240
-FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload([*PRELOAD, "torch.utils.tensorboard"])
+FORK = worlds.fork_server("torch.utils.tensorboard")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from mesatron_kernels import Choice
 
 from mesatron.config import Config
 from mesatron.errors import ConfigError
-from mesatron.model.recurrences.fla_core import refusal
+from mesatron.model.recurrences.fla_core import LARGEST_MESA_HEAD, refusal
 
 FLA_KERNELS = {
     "gla": "simple_gla", "mamba2": "simple_gla", "deltanet": "delta_rule", "gated_deltanet": "gated_delta_rule",
@@ -42,6 +42,13 @@ def with_kernels(config: Config, choices: Mapping[str, Choice]) -> Config:
 def _choose(mixer: str, config: Config, device: torch.device) -> Choice:
     key, name = f"model.{mixer}.implementation", getattr(config.model, mixer).implementation
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    if mixer == "mesa" and name == "fla":
+        reason = refusal("mesa_net", dtype, device)
+        if reason is None and config.model.head_dim > LARGEST_MESA_HEAD:
+            reason = f"fla-core's mesa_net has heads of {LARGEST_MESA_HEAD} at most, not {config.model.head_dim}"
+        if reason is not None:
+            raise _unusable(key, reason)
+        return Choice("fla", "the peer's kernel, for comparison: it loses small gradients")
     if mixer in ("mesa", "mesa_rls"):
         _refuse_triton_without_gpu(key, name, device)
         try:
@@ -59,8 +66,12 @@ def _choose(mixer: str, config: Config, device: torch.device) -> Choice:
     if reason is None:
         return Choice("fla", "as asked" if name == "fla" else "fla-core has no known fault here")
     if name == "fla":
-        raise ConfigError(f"{key} is fla, which cannot be used: {reason}; choose torch or auto here.")
+        raise _unusable(key, reason)
     return Choice("torch", reason)
+
+
+def _unusable(key: str, reason: str) -> ConfigError:
+    return ConfigError(f"{key} is fla, which cannot be used: {reason}; choose torch or auto here.")
 
 
 def _refuse_triton_without_gpu(key: str, name: str, device: torch.device) -> None:

@@ -60,6 +60,9 @@ class MesaConfig(MesaRLSConfig):
 
     gamma_cap: Annotated[float, Field(gt=0, le=1)] = 0.9975
     """Largest forget gate when the input gate is 1: gamma = gamma_raw (1 - (1 - cap) beta^2); 1 leaves it uncapped."""
+    implementation: Literal["auto", "reference", "torch", "triton", "fla"] = "auto"  # type: ignore[assignment]
+    """Operator implementation: `triton` needs a GPU; `auto` takes it where its self-check passes, else `torch`; `fla`,
+    fla-core's kernel, is there to be compared with: it always takes `solver_steps`, and loses small gradients."""
 
 
 class LinearMixerConfig(Section):

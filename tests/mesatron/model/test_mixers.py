@@ -6,6 +6,7 @@ resumed; on a GPU fla-core's kernels against the same reference. Layouts over pr
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -369,46 +370,64 @@ def test_a_model_without_a_solver_generates_and_takes_no_solver_settings(
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="fla-core's kernels need a GPU")
 KERNELS = {
     "linear": "simple_gla", "delta": "delta_rule", "gated-delta": "gated_delta_rule", "rg-lru": "hgrn",
+    "mesa": "mesa_net",
 }  # fmt: skip
 
 
 @GPU
 @pytest.mark.parametrize("bounds", [None, [0, 1, 200, 200, 512]], ids=["sequences", "documents"])
-@pytest.mark.parametrize("name", KERNELS)
-def test_fla_core_equals_the_torch_form(name: str, bounds: list[int] | None) -> None:
-    """Outputs, states and gradients in bf16 (hgrn: fp32), heads of 64 and 512 tokens."""
+@pytest.mark.parametrize("continued", [False, True], ids=["empty", "continued"])
+@pytest.mark.parametrize(("name", "D"), [*((name, 64) for name in KERNELS), ("mesa", 128)])
+def test_fla_core_equals_the_torch_form(name: str, D: int, continued: bool, bounds: list[int] | None) -> None:
+    """Outputs, states and gradients in bf16 (hgrn: fp32), 512 tokens; gradients of o of about 1, for mesa_net loses
+    smaller ones."""
     device = torch.device("cuda")
     dtype = torch.float32 if name == "rg-lru" else torch.bfloat16
     reason = refusal(KERNELS[name], dtype, device)
     if reason:
         pytest.skip(reason)
-    rows, T, h, D = (2 if bounds is None else 1), 512, 3, 64
+    rows, T, h = (2 if bounds is None else 1), 512, 3
+    sequences = rows if bounds is None else len(bounds) - 1
     q, k = (F.normalize(draw(rows, T, h, D, seed=seed), dim=-1) for seed in (1, 2))
     v, beta = draw(rows, T, h, D, seed=3), torch.sigmoid(draw(rows, T, h, seed=4))
     log_gamma = F.logsigmoid(draw(rows, T, h, seed=5) + 4)
+    lam = (0.25 + draw(h, D, seed=8).abs()).to(device, torch.float32).requires_grad_()
     kinds: dict[str, tuple[Any, Any]] = {
         "linear": (LinearAttention, LinearInputs(q, k, v, log_gamma)),
         "delta": (DeltaRule, DeltaInputs(q, k, v, beta)),
         "gated-delta": (DeltaRule, DeltaInputs(q, k, v, beta, log_gamma)),
         "rg-lru": (RGLRU, RGLRUInputs(v.flatten(2), F.logsigmoid(draw(rows, T, h * D, seed=5) + 4))),
+        "mesa": (partial(Mesa, lam, 30, 1e-10, 64), MesaInputs(q, k, v, log_gamma, beta)),
     }
     kind, exact = kinds[name]
+    before = None
+    if continued:
+        G, keys = (draw(sequences, h, D, D, seed=seed) / D**0.5 for seed in (6, 7))
+        before = {"rg-lru": RGLRUState(G[:, :, 0].flatten(1)), "mesa": MesaState(keys @ keys.mT, G)}.get(
+            name, LinearState(G)
+        )
     gates = ("log_gamma", "beta")
     rounded = {
         field: None if x is None else x.to(device, torch.float32 if field in gates else dtype)
         for field, x in exact._asdict().items()
     }  # fmt: skip
-    found = differentiate_on(device, kind(implementation="fla"), type(exact)(**rounded), bounds)
+    found = differentiate_on(device, kind(implementation="fla"), type(exact)(**rounded), before, bounds)
     doubled = type(exact)(*(None if x is None else x.double() for x in rounded.values()))
-    expected = differentiate_on(device, kind(implementation="torch"), doubled, bounds)
+    expected = differentiate_on(device, kind(implementation="torch"), doubled, before, bounds)
     for ours, theirs in zip(found, expected, strict=True):
         assert_near(ours.double(), theirs, 1e-5 if dtype == torch.float32 else 2e-2)
 
 
-def differentiate_on(device: torch.device, recurrence: Any, inputs: Any, bounds: list[int] | None) -> list[Tensor]:
+def differentiate_on(
+    device: torch.device, recurrence: Any, inputs: Any, state: Any, bounds: list[int] | None
+) -> list[Tensor]:
+    """o, final states and gradients, that of Lambda among them where there is one; initial states are in fp32."""
     leaves = leaves_of(inputs)
+    before = None if state is None else leaves_of(type(state)(*(x.to(device, torch.float32) for x in state)))
     cu_seqlens = None if bounds is None else torch.tensor(bounds, device=device)
-    result = recurrence(leaves, None, cu_seqlens, True)
+    result = recurrence(leaves, before, cu_seqlens, True)
     total = (result.o.double() * draw(*result.o.shape, seed=10).to(device)).sum()
     total = total + sum((x.double() * draw(*x.shape, seed=11).to(device)).sum() for x in result.state)
-    return [result.o.detach(), *(x.detach() for x in result.state), *torch.autograd.grad(total, differentiable(leaves))]
+    learned = [recurrence.lam] if isinstance(recurrence, Mesa) else []
+    gradients = torch.autograd.grad(total, [*differentiable(leaves), *differentiable(before or ()), *learned])
+    return [result.o.detach(), *(x.detach() for x in result.state), *gradients]

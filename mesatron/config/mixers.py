@@ -145,8 +145,9 @@ class AttentionConfig(Section):
 
     rope_base: PositiveFloat = 10_000.0
     """Base of the rotations' wavelengths."""
-    implementation: Literal["auto", "reference", "torch"] = "auto"
-    """`auto` is `torch`: scaled_dot_product_attention, which chooses its kernel; `reference` writes the softmax out."""
+    implementation: Literal["auto", "reference", "torch", "flex"] = "auto"
+    """`torch`: scaled_dot_product_attention, which chooses its kernel, with a mask of all pairs for documents; `flex`:
+    FlexAttention for documents and windows; `auto` is `flex` on a GPU; `reference` writes the softmax out."""
 
     def parameter_count(self, model: ModelConfig) -> int:
         """q, k, v and output projections."""

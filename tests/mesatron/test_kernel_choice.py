@@ -40,6 +40,22 @@ def test_mixers_with_kernels_of_fla_core_need_a_gpu(tmp_path: Path, tiny_config:
     assert choose_kernels(unused, cpu) == {"mesa": ("torch", "no GPU")}
 
 
+def test_flex_attention_where_it_runs_and_else_sdpa(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
+    def chosen(name: str, head_dim: int, device: str) -> Choice:
+        settings = ["model.mixer=swa-8", f"model.swa.implementation={name}"]
+        sizes = [f"model.head_dim={head_dim}", f"model.width={2 * head_dim}"]
+        return choose_kernels(load_config(tiny_config(tmp_path), [*settings, *sizes]), torch.device(device))["swa"]
+
+    assert chosen("auto", 32, "cpu") == ("torch", "no GPU")
+    assert chosen("auto", 32, "cuda:0") == ("flex", "for documents and windows")
+    assert chosen("auto", 24, "cuda:0") == ("torch", "FlexAttention has heads of multiples of 16, not 24")
+    assert chosen("torch", 32, "cuda:0") == ("torch", "as asked")
+    with pytest.raises(
+        ConfigError, match=r"model.swa.implementation is flex, which cannot be used: no GPU; choose torch"
+    ):
+        chosen("flex", 32, "cpu")
+
+
 @pytest.mark.parametrize(
     ("triton", "kernel", "capability", "miscompiled"),
     [

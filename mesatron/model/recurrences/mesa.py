@@ -76,7 +76,7 @@ class Mesa(Recurrence):
 
         # Its G is [N, h, D, Dv], so transposed; H is symmetric.
         H, G = (None, None) if initial_state is None else (initial_state.H, initial_state.G.mT)
-        o, (H, G) = chunk_mesa_net(
+        o, H, G = chunk_mesa_net(
             inputs.q, inputs.k, inputs.v, bounded(inputs.log_gamma), inputs.beta, self.lam, h_kk_init=H, h_kv_init=G,
             output_final_state=return_state, max_CG_iteration=self.max_steps, cu_seqlens=cu_seqlens,
         )  # fmt: skip

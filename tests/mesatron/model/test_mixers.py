@@ -7,7 +7,7 @@ resumed; on a GPU fla-core's kernels against the same reference. Layouts over pr
 
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +16,14 @@ import torch
 from mesatron_kernels import MesaState
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.checkpoint import checkpoint
 
 from mesatron.config import ModelConfig
 from mesatron.errors import ConfigError
 from mesatron.evaluate.checkpoint import load_model
 from mesatron.evaluate.generation import generate
-from mesatron.model.attention import Attention, rotate
+from mesatron.model.attention import Attention, block_mask, rotate, seen_keys
 from mesatron.model.backbone import Backbone
 from mesatron.model.parameter import initialize
 from mesatron.model.recurrences import (
@@ -326,6 +328,55 @@ def test_attention_equals_the_softmax_written_out(window: int | None, cached: in
     near, far = ((rotate(k, places + shift, 1e4)[:, 1:] * rotate(k, places + shift, 1e4)[:, :-1]).sum(-1)
                  for shift in (0, 1000))  # fmt: skip
     assert_near(far, near)
+
+
+FLEX_WINDOWS, FLEX_LENGTHS = [None, 1, 4, 150, 1000], [(33, 33), (300, 300), (256, 256), (129, 640)]
+
+
+def documents_of(S: int) -> Tensor:
+    """Two rows of them, short ones and ones of more than a block."""
+    return torch.stack([torch.arange(S) // 7, torch.arange(S) // 130])
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("T", "S"), FLEX_LENGTHS)
+def test_flex_attention_equals_the_softmax_written_out(T: int, S: int, documents: bool) -> None:
+    """As torch writes it out on a CPU; the blocks that are skipped or whole are those that torch finds in all pairs."""
+    q, k, v = draw(2, T, 2, 16, seed=1), draw(2, S, 2, 16, seed=2), draw(2, S, 2, 16, seed=3)
+    segments = documents_of(S) if documents else None
+    for window in FLEX_WINDOWS:
+        found, expected = (Attention(window, implementation=name)(q, k, v, segments) for name in ("flex", "reference"))
+        assert_near(found, expected)
+        mask = block_mask(*seen_keys(q.transpose(1, 2), k.transpose(1, 2), window, segments), S)
+        exact = create_block_mask(mask.mask_mod, 2, 1, T, S, device="cpu")
+        for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+            assert torch.equal(getattr(mask, name), getattr(exact, name)), (window, name)
+        assert torch.equal(mask.to_dense(), exact.to_dense())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled FlexAttention needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_flex_attention_on_a_gpu(documents: bool, dtype: torch.dtype) -> None:
+    """Outputs and gradients through a recomputation, against the softmax in float64."""
+    device = torch.device("cuda")
+    for D, (T, S) in product((48, 128), FLEX_LENGTHS):
+        q, k, v = (draw(2, n, 2, D, seed=seed).to(device, dtype) for seed, n in enumerate((T, S, S)))
+        segments = documents_of(S).to(device) if documents else None
+        cotangent = draw(2, T, 2, D, seed=4).to(device)
+        for window in FLEX_WINDOWS:
+            results = []
+            for name, given in (("flex", dtype), ("reference", torch.float64)):
+                leaves = [x.to(given, copy=True).requires_grad_() for x in (q, k, v)]
+                attention = Attention(window, implementation=name)
+                o = checkpoint(attention, *leaves, segments, use_reentrant=False, preserve_rng_state=False)
+                results.append([o, *torch.autograd.grad((o.double() * cotangent).sum(), leaves)])
+            for found, expected in zip(*results, strict=True):
+                # With one key to see, weights are 1 whatever the query.
+                scale = expected.norm() + (expected.norm() < 1e-9) * cotangent.norm()
+                assert (found - expected).norm() <= (2e-2 if dtype == torch.bfloat16 else 1e-4) * scale, (D, T, window)
 
 
 TRAINED = ["transformer", "swa-8", "gla", "mamba2", "mlstm", "deltanet", "gated_deltanet", "hawk_mesa", "mesa_rls"]

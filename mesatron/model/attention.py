@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -101,11 +101,13 @@ def flex_refusal(head_dim: int, device: torch.device) -> str | None:
 
 
 @functools.cache
-def _flex_attention(device_type: str) -> Callable[..., Any]:
+def _flex_attention(device_type: str) -> Callable[..., Tensor]:
     """Compiled, once for the process; on a CPU as torch writes it out, which has no backward pass."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, fullgraph=True) if device_type == "cuda" else flex_attention
+    if device_type != "cuda":
+        return flex_attention
+    return torch.compile(flex_attention, fullgraph=True)
 
 
 def seen_keys(q: Tensor, k: Tensor, window: int | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:

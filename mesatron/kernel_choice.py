@@ -10,7 +10,8 @@ from mesatron_kernels import Choice
 
 from mesatron.config import Config
 from mesatron.errors import ConfigError
-from mesatron.model.recurrences.fla_core import refusal
+from mesatron.model.attention import flex_refusal
+from mesatron.model.recurrences.fla_core import LARGEST_MESA_HEAD, refusal
 
 FLA_KERNELS = {
     "gla": "simple_gla", "mamba2": "simple_gla", "deltanet": "delta_rule", "gated_deltanet": "gated_delta_rule",
@@ -23,8 +24,8 @@ def choose_kernels(config: Config, device: torch.device) -> dict[str, Choice]:
     """What `model.MIXER.implementation` stands for on a device, and why, for every mixer in use. May check the GPU
     first, for up to a minute.
 
-    Raises ConfigError for triton or fla without a GPU, also as `model.implementation`, or where their kernels are known
-    to fail on this one.
+    Raises ConfigError for triton, fla or flex without a GPU, also as `model.implementation`, or where their kernels are
+    known to fail on this one.
     """
     _refuse_triton_without_gpu("model.implementation", config.model.implementation, device)
     return {mixer: _choose(mixer, config, device) for mixer in config.model.used_mixers}
@@ -42,12 +43,26 @@ def with_kernels(config: Config, choices: Mapping[str, Choice]) -> Config:
 def _choose(mixer: str, config: Config, device: torch.device) -> Choice:
     key, name = f"model.{mixer}.implementation", getattr(config.model, mixer).implementation
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    if mixer == "mesa" and name == "fla":
+        reason = refusal("mesa_net", dtype, device)
+        if reason is None and config.model.head_dim > LARGEST_MESA_HEAD:
+            reason = f"fla-core's mesa_net has heads of {LARGEST_MESA_HEAD} at most, not {config.model.head_dim}"
+        if reason is not None:
+            raise _unusable(key, name, reason)
+        return Choice("fla", "the peer's kernel, for comparison: it loses small gradients")
     if mixer in ("mesa", "mesa_rls"):
         _refuse_triton_without_gpu(key, name, device)
         try:
             return mesatron_kernels.resolve(name, device, dtype, config.model.head_dim)
         except ValueError as error:
             raise ConfigError(f"{key} is {name}: {error}") from None
+    if mixer in ("transformer", "swa") and name in ("auto", "flex"):
+        reason = flex_refusal(config.model.head_dim, device)
+        if reason is None:
+            return Choice("flex", "as asked" if name == "flex" else "for documents and windows")
+        if name == "flex":
+            raise _unusable(key, name, reason)
+        return Choice("torch", reason)
     if name not in ("auto", "fla"):
         return Choice(name, "as asked")
     if mixer not in FLA_KERNELS:
@@ -59,8 +74,12 @@ def _choose(mixer: str, config: Config, device: torch.device) -> Choice:
     if reason is None:
         return Choice("fla", "as asked" if name == "fla" else "fla-core has no known fault here")
     if name == "fla":
-        raise ConfigError(f"{key} is fla, which cannot be used: {reason}; choose torch or auto here.")
+        raise _unusable(key, name, reason)
     return Choice("torch", reason)
+
+
+def _unusable(key: str, name: str, reason: str) -> ConfigError:
+    return ConfigError(f"{key} is {name}, which cannot be used: {reason}; choose torch or auto here.")
 
 
 def _refuse_triton_without_gpu(key: str, name: str, device: torch.device) -> None:

@@ -27,9 +27,13 @@ SHARED_KEYS = (*FIXED_KEYS, "data.folder", "tokenizer.", "model.vocabulary_size"
 def _by_name(value: Any) -> Any:
     if not isinstance(value, list):
         return value
-    if not all(isinstance(name, str) for name in value) or len(set(value)) < len(value):
-        raise PydanticCustomError("mixers", "should be names of mixers, each of them once")
-    return {name: {"model.mixer": name} for name in value}
+    variants: dict[str, Any] = {}
+    for entry in value:
+        variant = {entry: {"model.mixer": entry}} if isinstance(entry, str) else entry
+        if not isinstance(variant, dict) or len(variant) != 1 or variant.keys() & variants.keys():
+            raise PydanticCustomError("mixers", "should be names of mixers or `name: overrides`, each name once")
+        variants |= variant
+    return variants
 
 
 VariantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -43,7 +47,8 @@ class ComparisonFile(Section):
     output: Path
     """Folder of everything that the comparison writes."""
     variants: Annotated[dict[VariantName, dict[str, Any]], BeforeValidator(_by_name), Field(min_length=1)]
-    """Overrides by the variant's name, such as `gla: {model.mixer: gla, train.peak_lr: 2e-3}`; or a list of mixers."""
+    """Overrides by the variant's name, such as `gla: {model.mixer: gla, train.peak_lr: 2e-3}`; or a list of such and of
+    names of mixers."""
     reference: str | None = None
     """The variant that losses by position are compared with; else `transformer` or, without one, the first."""
     processes: PositiveInt = 1

@@ -60,6 +60,9 @@ class MesaConfig(MesaRLSConfig):
 
     gamma_cap: Annotated[float, Field(gt=0, le=1)] = 0.9975
     """Largest forget gate when the input gate is 1: gamma = gamma_raw (1 - (1 - cap) beta^2); 1 leaves it uncapped."""
+    implementation: Literal["auto", "reference", "torch", "triton", "fla"] = "auto"  # type: ignore[assignment]
+    """Operator implementation: `triton` needs a GPU; `auto` takes it where its self-check passes, else `torch`; `fla`,
+    fla-core's kernel, is there to be compared with: it always takes `solver_steps`, and loses small gradients."""
 
 
 class LinearMixerConfig(Section):
@@ -142,8 +145,9 @@ class AttentionConfig(Section):
 
     rope_base: PositiveFloat = 10_000.0
     """Base of the rotations' wavelengths."""
-    implementation: Literal["auto", "reference", "torch"] = "auto"
-    """`auto` is `torch`: scaled_dot_product_attention, which chooses its kernel; `reference` writes the softmax out."""
+    implementation: Literal["auto", "reference", "torch", "flex"] = "auto"
+    """`torch`: scaled_dot_product_attention, which chooses its kernel, with a mask of all pairs for documents; `flex`:
+    FlexAttention for documents and windows; `auto` is `flex` on a GPU; `reference` writes the softmax out."""
 
     def parameter_count(self, model: ModelConfig) -> int:
         """q, k, v and output projections."""

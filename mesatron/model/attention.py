@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,12 +13,19 @@ from torch.nn import functional as F
 
 from mesatron.model.precision import at_least_fp32
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK = 128
+"""Queries, and keys, that FlexAttention skips or takes together."""
+
 
 @dataclass(frozen=True)
 class Attention:
     """Heads whose queries see their own key and those before it, at most `window` in all if there is one.
 
-    implementation: reference (the softmax written out, float64) or torch (scaled_dot_product_attention).
+    implementation: reference (the softmax written out, float64), torch (scaled_dot_product_attention, with a mask of
+    all pairs unless keys are all earlier ones, or blocks of a window) or flex (FlexAttention in place of both).
     """
 
     window: int | None = None
@@ -25,19 +35,24 @@ class Attention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
         """q [B, T, h, D], the queries of the last T of S tokens with k, v [B, S, h, D], to [B, T, h, D].
 
-        segments int [B, S] numbers the documents, which do not see each other. Rotations depend on differences of
-        places only, so places are counted from the first key.
+        segments int [B, S] numbers the documents, rising; they do not see each other. Rotations depend on differences
+        of places only, so places are counted from the first key.
         """
         places = torch.arange(k.shape[1], device=k.device)
         q = rotate(q, places[-q.shape[1] :], self.rope_base)
         k = rotate(k, places, self.rope_base)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        T, S = q.shape[2], k.shape[2]
+        all_earlier = segments is None and T == S and (self.window is None or self.window >= T)
         if self.implementation == "reference":
             o = _written_out(q.double(), k.double(), v.double(), _visible(q, k, self.window, segments)).to(v.dtype)
-        elif self.window is not None and q.shape[2] > self.window:
-            o = _by_windows(q, k, v, self.window, segments)
-        elif segments is None and q.shape[2] == k.shape[2]:
+        elif all_earlier:
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        elif self.implementation == "flex" and T > 1:
+            mask = block_mask(*seen_keys(q, k, self.window, segments), S)
+            o = _flex_attention(q.device.type)(q, k, v, block_mask=mask)
+        elif self.window is not None and self.window < T:
+            o = _by_windows(q, k, v, self.window, segments)
         else:
             o = F.scaled_dot_product_attention(q, k, v, _visible(q, k, self.window, segments))
         return o.transpose(1, 2)
@@ -70,6 +85,74 @@ def _visible(q: Tensor, k: Tensor, window: int | None, segments: Tensor | None) 
 def _written_out(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     scores = (q @ k.mT) / q.shape[-1] ** 0.5
     return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+
+
+def flex_refusal(head_dim: int, device: torch.device) -> str | None:
+    """Why FlexAttention cannot be used, if it cannot."""
+    if device.type != "cuda":
+        return "no GPU"
+    if head_dim % 16:
+        return f"FlexAttention has heads of multiples of 16, not {head_dim}"
+    try:
+        import triton  # noqa: F401
+    except Exception as error:
+        return f"Triton cannot be imported ({type(error).__name__}: {' '.join(str(error).split())})"
+    return None
+
+
+@functools.cache
+def _flex_attention(device_type: str) -> Callable[..., Tensor]:
+    """Compiled, once for the process; on a CPU as torch writes it out, which has no backward pass."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if device_type != "cuda":
+        return flex_attention
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+def seen_keys(q: Tensor, k: Tensor, window: int | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The first and the last key, int32 [B, T], that each query sees of q [B, h, T, D] and k [B, h, S, D]: it sees
+    those between them too."""
+    (B, _, T, _), S = q.shape, k.shape[2]
+    last = torch.arange(S - T, S, dtype=torch.int32, device=k.device).repeat(B, 1)
+    first = torch.zeros_like(last)
+    if segments is not None:
+        first = torch.searchsorted(segments.contiguous(), segments[:, S - T :].contiguous(), out_int32=True)
+    if window is not None:
+        first = first.maximum(last - window + 1)
+    return first, last
+
+
+def block_mask(first: Tensor, last: Tensor, S: int) -> BlockMask:
+    """The mask of queries that see keys `first` to `last` of S, int32 [B, T] and rising, without one of all pairs.
+
+    Only what is captured as a tensor may differ from call to call: FlexAttention is compiled again for other numbers.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    T = first.shape[1]
+    after = -T % BLOCK
+    first_of, last_of = (
+        F.pad(x, (0, after), value=nowhere).unflatten(1, (-1, BLOCK)) for x, nowhere in ((first, S), (last, -1))
+    )
+    begin = torch.arange(0, S, BLOCK, device=first.device)
+    end = begin + BLOCK - 1
+    # bool [B, blocks of queries, blocks of keys]. A block that is not full of queries or keys is never whole.
+    seen = (first_of.amin(-1, keepdim=True) <= end) & (last_of.amax(-1, keepdim=True) >= begin)
+    whole = (first_of.amax(-1, keepdim=True) <= begin) & (last_of.amin(-1, keepdim=True) >= end)
+
+    def visible(b: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (first[b, query] <= key) & (key <= last[b, query])
+
+    return BlockMask.from_kv_blocks(
+        *_listed(seen & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(T, S)
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys there are for each of queries, int32 [B, 1, n], and which, in front [B, 1, n, m]."""
+    which = blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+    return blocks.sum(-1, dtype=torch.int32).unsqueeze(1), which.unsqueeze(1)
 
 
 def _by_windows(q: Tensor, k: Tensor, v: Tensor, window: int, segments: Tensor | None) -> Tensor:

@@ -32,12 +32,28 @@ def test_mixers_with_kernels_of_fla_core_need_a_gpu(tmp_path: Path, tiny_config:
     config = load_config(tiny_config(tmp_path), ["model.mixer=[gla, hawk, mesa]", "model.layers=4"])
     cpu = torch.device("cpu")
     assert choose_kernels(config, cpu) == dict.fromkeys(("gla", "hawk", "mesa"), ("torch", "no GPU"))
-    for mixer in ("gla", "hawk"):
+    for mixer in ("gla", "hawk", "mesa"):
         named = load_config(tiny_config(tmp_path), [f"model.mixer={mixer}", f"model.{mixer}.implementation=fla"])
         with pytest.raises(ConfigError, match=f"model.{mixer}.implementation is fla, which cannot be used: no GPU"):
             choose_kernels(named, cpu)
     unused = load_config(tiny_config(tmp_path), ["model.gla.implementation=fla"])
     assert choose_kernels(unused, cpu) == {"mesa": ("torch", "no GPU")}
+
+
+def test_flex_attention_where_it_runs_and_else_sdpa(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
+    def chosen(name: str, head_dim: int, device: str) -> Choice:
+        settings = ["model.mixer=swa-8", f"model.swa.implementation={name}"]
+        sizes = [f"model.head_dim={head_dim}", f"model.width={2 * head_dim}"]
+        return choose_kernels(load_config(tiny_config(tmp_path), [*settings, *sizes]), torch.device(device))["swa"]
+
+    assert chosen("auto", 32, "cpu") == ("torch", "no GPU")
+    assert chosen("auto", 32, "cuda:0") == ("flex", "for documents and windows")
+    assert chosen("auto", 24, "cuda:0") == ("torch", "FlexAttention has heads of multiples of 16, not 24")
+    assert chosen("torch", 32, "cuda:0") == ("torch", "as asked")
+    with pytest.raises(
+        ConfigError, match=r"model.swa.implementation is flex, which cannot be used: no GPU; choose torch"
+    ):
+        chosen("flex", 32, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -56,10 +72,32 @@ def test_kernels_that_triton_miscompiles(triton: str, kernel: str, capability: i
 
 def test_kernels_that_fla_core_does_not_have() -> None:
     assert known_fault("simple_gla", torch.float32, "0.6.0", "3.7.1", 9) == "fla-core's simple_gla has no float32"
+    assert known_fault("mesa_net", torch.float32, "0.6.0", "3.7.1", 9) == "fla-core's mesa_net has no float32"
+    assert known_fault("mesa_net", torch.bfloat16, "0.6.0", "3.6.0", 9) is None
     assert known_fault("hgrn", torch.float32, "0.6.1.dev0", "3.6.0", 9) is None
     for version in ("0.5.1", "0.6.0rc1"):
         reason = f"fla-core is {version}, but 0.6 or later is needed"
         assert known_fault("hgrn", torch.float32, version, "3.6.0", 9) == reason
+
+
+def test_the_peer_s_mesa_kernel_is_taken_only_by_name_and_for_its_head_sizes(
+    tmp_path: Path, tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU where fla-core has no known fault."""
+    monkeypatch.setattr("mesatron.kernel_choice.refusal", lambda kernel, dtype, device: None)
+    gpu = torch.device("cuda", 0)
+    fits, large = (
+        load_config(
+            tiny_config(tmp_path), ["model.mesa.implementation=fla", f"model.head_dim={D}", f"model.width={2 * D}"]
+        )
+        for D in (128, 144)
+    )
+    chosen = ("fla", "the peer's kernel, for comparison: it loses small gradients")
+    assert choose_kernels(fits, gpu) == {"mesa": chosen}
+    with pytest.raises(
+        ConfigError, match=r"cannot be used: fla-core's mesa_net has heads of 128 at most, not 144; choo"
+    ):
+        choose_kernels(large, gpu)
 
 
 def test_fla_core_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

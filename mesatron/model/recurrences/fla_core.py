@@ -11,6 +11,8 @@ from mesatron.model.recurrences.linear_attention import LinearState
 LEAST_VERSION = Version("0.6")
 LEAST_LOG_GAMMA = -40.0
 """Below it a state is nothing beside the rounding of fp32; -inf would make fla-core's sums of logarithms NaN."""
+LARGEST_MESA_HEAD = 128
+"""Channels of a head that its mesa_net takes."""
 
 
 def bounded(log_gamma: Tensor) -> Tensor:
@@ -29,7 +31,7 @@ def state_of(G: Tensor | None) -> LinearState | None:
 
 
 def refusal(kernel: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why fla-core's `kernel` (simple_gla, delta_rule, gated_delta_rule or hgrn) cannot be used, if it cannot."""
+    """Why fla-core's `kernel` (simple_gla, delta_rule, gated_delta_rule, hgrn or mesa_net) cannot be used, if so."""
     if device.type != "cuda":
         return "no GPU"
     try:
@@ -46,6 +48,7 @@ def known_fault(kernel: str, dtype: torch.dtype, fla: str, triton: str, capabili
     """`refusal` by the versions of fla-core and Triton and the GPU's major compute capability (Hopper's is 9).
 
     Triton 3.4.0 to 3.7.0 miscompile the backward pass of fla-core's gated chunk kernels on Hopper (its issue 640).
+    That of mesa_net is its own: with Triton 3.6.0 on an H200 it was right for heads of 128; others were not tried.
     """
     if parse(fla) < LEAST_VERSION:
         return f"fla-core is {fla}, but {LEAST_VERSION} or later is needed"

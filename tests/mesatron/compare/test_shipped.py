@@ -19,7 +19,8 @@ def test_every_mixer_at_one_size(name: str, parameters: float, tokens: float) ->
     assert {variant.name.partition("-")[0] for variant in comparison.variants} == MIXERS
     assert comparison.reference == "transformer"
     for variant in comparison.variants:
-        assert variant.config.model.mixer == variant.name
+        assert variant.config.model.mixer == variant.name.removesuffix("-fla")
+        assert (variant.config.model.mesa.implementation == "fla") == variant.name.endswith("-fla")
         assert variant.config.model.parameter_count() == pytest.approx(parameters, rel=0.02), variant.name
         trained = variant.config.train.steps * variant.config.tokens_per_step
         assert trained == pytest.approx(tokens, rel=0.02)

@@ -46,6 +46,12 @@ def test_a_list_names_mixers(write: Callable[..., Path]) -> None:
     assert [(variant.name, variant.config.model.mixer) for variant in variants] == [("gla", "gla"), ("swa-4", "swa-4")]
 
 
+def test_a_list_also_takes_overrides(write: Callable[..., Path]) -> None:
+    first, coarse = load_comparison(write(variants=["mesa", {"coarse": COARSE}])).variants
+    assert (first.name, first.config.model.mesa.solver_steps) == ("mesa", 30)
+    assert (coarse.name, coarse.config.model.mesa.solver_steps) == ("coarse", 1)
+
+
 def test_names_and_values_mean_what_they_say(write: Callable[..., Path], tmp_path: Path) -> None:
     """Whatever YAML would make of them."""
     names, output = ["5", "1.5", "no", "null", "2024-01-01"], tmp_path / "my runs #2: \u00e9 \U0001f600"
@@ -78,8 +84,11 @@ def test_the_transformer_is_the_usual_reference(write: Callable[..., Path]) -> N
         ({"processes": 0}, "'processes' is 0"),
         ({"processes": 3}, "variant 'fine': .*8 is no multiple of 2 x 3 = 6"),
         ({"variants": {}}, "'variants' is {}"),
-        ({"variants": ["mesa", "mesa"]}, "should be names of mixers, each of them once"),
-        ({"variants": ["mesa", 3]}, "should be names of mixers, each of them once"),
+        ({"variants": ["mesa", "mesa"]}, "should be names of mixers or `name: overrides`, each name once"),
+        ({"variants": ["mesa", 3]}, "should be names of mixers or `name: overrides`, each name once"),
+        ({"variants": ["mesa", {"mesa": {}}]}, "should be names of mixers or `name: overrides`, each name once"),
+        ({"variants": [{"a": {}, "b": {}}]}, "should be names of mixers or `name: overrides`, each name once"),
+        ({"variants": ["mesa", {"a": 1}]}, "'variants.a' is 1, but should be a section of keys"),
         ({"variants": ["mesas"]}, "variant 'mesas': .*'model.mixer' is 'mesas'"),
         ({"variants": {"a": 1}}, "'variants.a' is 1, but should be a section of keys"),
         ({"variants": {"../a": {}}}, "is '../a', but string should match"),

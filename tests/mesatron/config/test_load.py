@@ -193,6 +193,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("model.mixer=[]", "should name at least one mixer"),
         ("model.mixer=[3]", "should be the name of a mixer or a list of names"),
         ("model.mlstm.implementation=fla", "should be 'auto', 'reference' or 'torch'"),
+        ("model.mesa_rls.implementation=fla", "should be 'auto', 'reference', 'torch' or 'triton'"),
         ("model.gla.gamma_cap=0.9", "did you mean 'model.mesa.gamma_cap'?"),
         ("train", "Override 'train' is not of the form section.key=value"),
         ("=3", "Override '=3' is not of the form section.key=value"),

@@ -6,7 +6,8 @@ resumed; on a GPU fla-core's kernels against the same reference. Layouts over pr
 """
 
 from collections.abc import Callable
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +16,14 @@ import torch
 from mesatron_kernels import MesaState
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.checkpoint import checkpoint
 
 from mesatron.config import ModelConfig
 from mesatron.errors import ConfigError
 from mesatron.evaluate.checkpoint import load_model
 from mesatron.evaluate.generation import generate
-from mesatron.model.attention import Attention, rotate
+from mesatron.model.attention import Attention, block_mask, rotate, seen_keys
 from mesatron.model.backbone import Backbone
 from mesatron.model.parameter import initialize
 from mesatron.model.recurrences import (
@@ -327,6 +330,55 @@ def test_attention_equals_the_softmax_written_out(window: int | None, cached: in
     assert_near(far, near)
 
 
+FLEX_WINDOWS, FLEX_LENGTHS = [None, 1, 4, 150, 1000], [(33, 33), (300, 300), (256, 256), (129, 640)]
+
+
+def documents_of(S: int) -> Tensor:
+    """Two rows of them, short ones and ones of more than a block."""
+    return torch.stack([torch.arange(S) // 7, torch.arange(S) // 130])
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(("T", "S"), FLEX_LENGTHS)
+def test_flex_attention_equals_the_softmax_written_out(T: int, S: int, documents: bool) -> None:
+    """As torch writes it out on a CPU; the blocks that are skipped or whole are those that torch finds in all pairs."""
+    q, k, v = draw(2, T, 2, 16, seed=1), draw(2, S, 2, 16, seed=2), draw(2, S, 2, 16, seed=3)
+    segments = documents_of(S) if documents else None
+    for window in FLEX_WINDOWS:
+        found, expected = (Attention(window, implementation=name)(q, k, v, segments) for name in ("flex", "reference"))
+        assert_near(found, expected)
+        mask = block_mask(*seen_keys(q.transpose(1, 2), k.transpose(1, 2), window, segments), S)
+        exact = create_block_mask(mask.mask_mod, 2, 1, T, S, device="cpu")
+        for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+            assert torch.equal(getattr(mask, name), getattr(exact, name)), (window, name)
+        assert torch.equal(mask.to_dense(), exact.to_dense())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compiled FlexAttention needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_flex_attention_on_a_gpu(documents: bool, dtype: torch.dtype) -> None:
+    """Outputs and gradients through a recomputation, against the softmax in float64."""
+    device = torch.device("cuda")
+    for D, (T, S) in product((48, 128), FLEX_LENGTHS):
+        q, k, v = (draw(2, n, 2, D, seed=seed).to(device, dtype) for seed, n in enumerate((T, S, S)))
+        segments = documents_of(S).to(device) if documents else None
+        cotangent = draw(2, T, 2, D, seed=4).to(device)
+        for window in FLEX_WINDOWS:
+            results = []
+            for name, given in (("flex", dtype), ("reference", torch.float64)):
+                leaves = [x.to(given, copy=True).requires_grad_() for x in (q, k, v)]
+                attention = Attention(window, implementation=name)
+                o = checkpoint(attention, *leaves, segments, use_reentrant=False, preserve_rng_state=False)
+                results.append([o, *torch.autograd.grad((o.double() * cotangent).sum(), leaves)])
+            for found, expected in zip(*results, strict=True):
+                # With one key to see, weights are 1 whatever the query.
+                scale = expected.norm() + (expected.norm() < 1e-9) * cotangent.norm()
+                assert (found - expected).norm() <= (2e-2 if dtype == torch.bfloat16 else 1e-4) * scale, (D, T, window)
+
+
 TRAINED = ["transformer", "swa-8", "gla", "mamba2", "mlstm", "deltanet", "gated_deltanet", "hawk_mesa", "mesa_rls"]
 
 
@@ -369,46 +421,64 @@ def test_a_model_without_a_solver_generates_and_takes_no_solver_settings(
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="fla-core's kernels need a GPU")
 KERNELS = {
     "linear": "simple_gla", "delta": "delta_rule", "gated-delta": "gated_delta_rule", "rg-lru": "hgrn",
+    "mesa": "mesa_net",
 }  # fmt: skip
 
 
 @GPU
 @pytest.mark.parametrize("bounds", [None, [0, 1, 200, 200, 512]], ids=["sequences", "documents"])
-@pytest.mark.parametrize("name", KERNELS)
-def test_fla_core_equals_the_torch_form(name: str, bounds: list[int] | None) -> None:
-    """Outputs, states and gradients in bf16 (hgrn: fp32), heads of 64 and 512 tokens."""
+@pytest.mark.parametrize("continued", [False, True], ids=["empty", "continued"])
+@pytest.mark.parametrize(("name", "D"), [*((name, 64) for name in KERNELS), ("mesa", 128)])
+def test_fla_core_equals_the_torch_form(name: str, D: int, continued: bool, bounds: list[int] | None) -> None:
+    """Outputs, states and gradients in bf16 (hgrn: fp32), 512 tokens; gradients of o of about 1, for mesa_net loses
+    smaller ones."""
     device = torch.device("cuda")
     dtype = torch.float32 if name == "rg-lru" else torch.bfloat16
     reason = refusal(KERNELS[name], dtype, device)
     if reason:
         pytest.skip(reason)
-    rows, T, h, D = (2 if bounds is None else 1), 512, 3, 64
+    rows, T, h = (2 if bounds is None else 1), 512, 3
+    sequences = rows if bounds is None else len(bounds) - 1
     q, k = (F.normalize(draw(rows, T, h, D, seed=seed), dim=-1) for seed in (1, 2))
     v, beta = draw(rows, T, h, D, seed=3), torch.sigmoid(draw(rows, T, h, seed=4))
     log_gamma = F.logsigmoid(draw(rows, T, h, seed=5) + 4)
+    lam = (0.25 + draw(h, D, seed=8).abs()).to(device, torch.float32).requires_grad_()
     kinds: dict[str, tuple[Any, Any]] = {
         "linear": (LinearAttention, LinearInputs(q, k, v, log_gamma)),
         "delta": (DeltaRule, DeltaInputs(q, k, v, beta)),
         "gated-delta": (DeltaRule, DeltaInputs(q, k, v, beta, log_gamma)),
         "rg-lru": (RGLRU, RGLRUInputs(v.flatten(2), F.logsigmoid(draw(rows, T, h * D, seed=5) + 4))),
+        "mesa": (partial(Mesa, lam, 30, 1e-10, 64), MesaInputs(q, k, v, log_gamma, beta)),
     }
     kind, exact = kinds[name]
+    before = None
+    if continued:
+        G, keys = (draw(sequences, h, D, D, seed=seed) / D**0.5 for seed in (6, 7))
+        before = {"rg-lru": RGLRUState(G[:, :, 0].flatten(1)), "mesa": MesaState(keys @ keys.mT, G)}.get(
+            name, LinearState(G)
+        )
     gates = ("log_gamma", "beta")
     rounded = {
         field: None if x is None else x.to(device, torch.float32 if field in gates else dtype)
         for field, x in exact._asdict().items()
     }  # fmt: skip
-    found = differentiate_on(device, kind(implementation="fla"), type(exact)(**rounded), bounds)
+    found = differentiate_on(device, kind(implementation="fla"), type(exact)(**rounded), before, bounds)
     doubled = type(exact)(*(None if x is None else x.double() for x in rounded.values()))
-    expected = differentiate_on(device, kind(implementation="torch"), doubled, bounds)
+    expected = differentiate_on(device, kind(implementation="torch"), doubled, before, bounds)
     for ours, theirs in zip(found, expected, strict=True):
         assert_near(ours.double(), theirs, 1e-5 if dtype == torch.float32 else 2e-2)
 
 
-def differentiate_on(device: torch.device, recurrence: Any, inputs: Any, bounds: list[int] | None) -> list[Tensor]:
+def differentiate_on(
+    device: torch.device, recurrence: Any, inputs: Any, state: Any, bounds: list[int] | None
+) -> list[Tensor]:
+    """o, final states and gradients, that of Lambda among them where there is one; initial states are in fp32."""
     leaves = leaves_of(inputs)
+    before = None if state is None else leaves_of(type(state)(*(x.to(device, torch.float32) for x in state)))
     cu_seqlens = None if bounds is None else torch.tensor(bounds, device=device)
-    result = recurrence(leaves, None, cu_seqlens, True)
+    result = recurrence(leaves, before, cu_seqlens, True)
     total = (result.o.double() * draw(*result.o.shape, seed=10).to(device)).sum()
     total = total + sum((x.double() * draw(*x.shape, seed=11).to(device)).sum() for x in result.state)
-    return [result.o.detach(), *(x.detach() for x in result.state), *torch.autograd.grad(total, differentiable(leaves))]
+    learned = [recurrence.lam] if isinstance(recurrence, Mesa) else []
+    gradients = torch.autograd.grad(total, [*differentiable(leaves), *differentiable(before or ()), *learned])
+    return [result.o.detach(), *(x.detach() for x in result.state), *gradients]

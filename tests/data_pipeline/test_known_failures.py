@@ -1,34 +1,4 @@
-"""Failures that users of comparable systems reported (data loading and tokenization), each a row and its test.
-
-What the rows say, and where it is tested (in this folder unless another is named):
-
-    14  next run trips over shared memory of a killed one  here
-    15  ranks taken from the launcher, not from the run    here
-    16  a second user on the node gets no permission       here
-    18  cache limit below what is needed                   test_store: ..._keeps_to_its_limit_and_changes_nothing;
-                                                           mesatron/train/test_remote_data: ..._refused_with_the_number
-    19  hang when an epoch ends                            here; mesatron/train/test_resume (3 processes, 3 epochs)
-    20  a loaded position is not gone on from, or only     test_stream: test_three_interruptions_change_nothing,
-        the first time                                     test_a_position_of_other_data_or_order_is_refused;
-                                                           test_mixture: ..._ranks_readers_and_interruptions
-    22  a damaged shard ends the data early, hangs or      test_store: ..._on_its_way_is_fetched_again,
-        gives wrong samples                                test_a_damaged_object_...; test_stream:
-                                                           test_a_damaged_shard_is_named_with_its_hashes
-    23  resume at an epoch's end trains nothing            mesatron/train/test_resume: ..._cut_anywhere_... (stop=5, 10)
-    24  another number of processes loses samples          test_stream: test_three_interruptions_... (1, 3, 2, 4 ranks);
-                                                           mesatron/train/test_moves
-    24b tensor ranks read different samples                mesatron/parallel/test_exchange: test_tensor_parallel
-    50  an empty first document                            test_shards: test_odd_documents_everywhere
-    51  the token that ends a document is lost             test_shards: test_stored_shards_decode_to_the_documents;
-                                                           test_choice: test_best_fit_cuts_only_what_does_not_fit
-    52  NUL, surrogates, marks and separators              test_records: ..._unchanged, test_changed_characters_...;
-                                                           test_tokenizer: test_odd_texts_round_trip (both kinds)
-    54  out of memory while a tokenizer is trained         test_tokenizer_training: test_memory_is_guarded_...,
-                                                           test_peak_memory_is_within_what_is_reckoned_with
-
-    24c every process allocates on the first GPU           mesatron/parallel/test_exchange:
-                                                           test_a_process_holds_memory_on_its_own_gpu_alone
-"""
+"""Failures that users of comparable systems reported of data loading; docs/known-failures.md lists the reports."""
 
 import multiprocessing
 import os
@@ -95,7 +65,7 @@ def copy(prepared: Path, tmp_path: Path) -> Path:
     return shutil.copytree(prepared, tmp_path / "data", ignore=shutil.ignore_patterns("*.mds"))
 
 
-def test_14_a_killed_run_leaves_nothing_that_the_next_could_trip_over(copy: Path, tmp_path: Path) -> None:
+def test_a_killed_run_leaves_nothing_that_the_next_could_trip_over(copy: Path, tmp_path: Path) -> None:
     left = set(Path(tempfile.gettempdir()).glob("[0-9]*_*"))
     with reading(copy, tmp_path / "cache") as (first, pid):
         assert not re.search(r"/dev/shm/\d{6}_", Path(f"/proc/{pid}/maps").read_text())
@@ -114,7 +84,7 @@ def test_14_a_killed_run_leaves_nothing_that_the_next_could_trip_over(copy: Path
     assert [path.name for path in folder.glob(".shard*")] == [f".shard.00001.mds.{host}-{os.getpid()}-7"]
 
 
-def test_15_rank_and_world_are_those_that_the_run_gives(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_and_world_are_those_that_the_run_gives(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = TrainStream(str(prepared), BATCH, **ORDER)
     expected = ids(plain, 3)
     plain.close()
@@ -139,7 +109,7 @@ def open_folder() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
-def test_16_two_users_read_the_same_folder(prepared: Path, open_folder: Path) -> None:
+def test_two_users_read_the_same_folder(prepared: Path, open_folder: Path) -> None:
     """Each with a cache of its own; then the second from the first one's cache, which it may read but not write."""
     data = shutil.copytree(prepared, open_folder / "data", ignore=shutil.ignore_patterns("*.mds"))
     own, other = open_folder / "own", open_folder / "other"
@@ -157,7 +127,7 @@ def test_16_two_users_read_the_same_folder(prepared: Path, open_folder: Path) ->
             assert "Permission denied" in fourth
 
 
-def test_19_epochs_end_together_for_any_ranks_and_readers(prepared: Path) -> None:
+def test_epochs_end_together_for_any_ranks_and_readers(prepared: Path) -> None:
     """Five epochs of a number of samples that nothing divides; every rank in a thread of its own, none waits for
     another."""
     plain = TrainStream(str(prepared), BATCH, **ORDER)

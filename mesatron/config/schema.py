@@ -66,7 +66,7 @@ class ModelConfig(Section):
     """Width of each SwiGLU branch over the model's width."""
     logit_cap: PositiveFloat = 30.0
     """Logits become cap * tanh(logits / cap)."""
-    norm_epsilon: PositiveFloat = 1e-6
+    norm_epsilon: PositiveFloat = 1e-5
     """Added to the mean square inside RMSNorm."""
     implementation: Literal["auto", "torch", "triton"] = "auto"
     """Norms, short convolution, SwiGLU and loss: `triton` needs a GPU; `auto` takes it there, and `torch` elsewhere."""

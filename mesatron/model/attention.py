@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 BLOCK = 128
 """Queries, and keys, that FlexAttention skips or takes together."""
+FLEX_COMPILATIONS = 64
+"""In one process; more are an error."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,14 @@ def _flex_attention(device_type: str) -> Callable[..., Tensor]:
 
     if device_type != "cuda":
         return flex_attention
-    return torch.compile(flex_attention, fullgraph=True)
+    compiled = torch.compile(flex_attention, fullgraph=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
+        # It is compiled for every dtype, head size and way of differentiating, more often than torch's limit of 8.
+        with torch._dynamo.config.patch(recompile_limit=FLEX_COMPILATIONS):
+            return compiled(q, k, v, block_mask=block_mask)
+
+    return attend
 
 
 def seen_keys(q: Tensor, k: Tensor, window: int | None, segments: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,10 @@
-"""`mesatron bench`: the Mesa operator on this machine beside its peers, as a table and as JSON."""
+"""`mesatron bench`: the Mesa operator beside its peers, and layouts of a training, as a table and as JSON."""
 
 from __future__ import annotations
 
 import datetime
 import json
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from enum import StrEnum
@@ -13,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mesatron.errors import ConfigError
+from mesatron.terminal import ConfigFile, Overrides
 
 if TYPE_CHECKING:
     from mesatron_kernels.bench import Clock
 
-bench_app = typer.Typer(no_args_is_help=True, help="Measure speed and errors of the Mesa operator here.")
+bench_app = typer.Typer(no_args_is_help=True, help="Measure speed here: of the Mesa operator, of layouts.")
 
 
 class Keys(StrEnum):
@@ -137,6 +139,52 @@ def decode(
     _finish(clock, settings[0], rates, rows, json_file)
 
 
+@bench_app.command("layouts")
+def layouts(
+    file: ConfigFile,
+    overrides: Overrides = None,
+    processes: Annotated[int, typer.Option(min=1, help="Processes, one on each GPU of this machine.")] = 1,
+    layout: Annotated[
+        list[str] | None, typer.Option(help="One of the table's layouts, such as 'TP2+SP, ZeRO-1'; else all.")
+    ] = None,
+    micro_batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Sequences of a micro-batch; several are tried in turn.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are timed in each.")] = 8,
+    json_file: JsonFile = None,
+) -> None:
+    """Tokens/s, memory and communication of a config in every layout, on random text."""
+    from mesatron.prove import speed
+    from mesatron.prove.worlds import WorldFailed, fork_server
+
+    cases = {case.name: case for case in speed.layouts(processes)}
+    if unknown := set(layout or ()) - cases.keys():
+        raise ConfigError(f"--layout {min(unknown)!r} is none of {processes} processes: {'; '.join(cases)}.")
+    chosen = [case for name, case in cases.items() if not layout or name in layout]
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="mesatron-bench-") as folder:
+        context = fork_server()
+        for row in speed.measure(
+            context, Path(folder) / "new", file, overrides or [], chosen, micro_batch or [], steps
+        ):
+            typer.echo(f"{row.layout}, micro-batch {row.micro_batch}: {row.failure or 'measured'}", err=True)
+            rows.append(row)
+    cells = []
+    for row in rows:
+        if row.tokens_per_second is not None and row.peak_bytes is not None:
+            rates = _figures(",.0f", row.tokens_per_second, row.tokens_per_second / processes)
+            shares = _figures(".1%", row.computing, row.communicating, row.only_communicating)
+            memory = _figures(".1f", row.peak_bytes / 2**30)
+            cells.append([row.layout, str(row.micro_batch), *rates, *memory, *shares])
+    headings = ["layout", "micro-batch", "tokens/s", "per process", "GiB", "computing", "communicating", "only that"]
+    _print_table(f"{file}, {processes} processes", headings, cells)
+    if json_file:
+        about = {"file": str(file), "overrides": overrides or [], "processes": processes, "steps": steps}
+        _write(json_file, _clock(), rows, setting=about)
+    if not cells:
+        raise WorldFailed("No layout trained; the lines above say why.")
+
+
 def _clock() -> Clock:
     import torch
     from mesatron_kernels.bench import Clock
@@ -194,8 +242,12 @@ def _finish(clock: Clock, setting: Any, rates: dict[str, float], rows: Sequence[
     typer.echo(f"copy {rates['copy_gb_per_second']:,.0f} GB/s, bf16 matmul {rates['matmul_bf16_tflops']:,.1f} TFLOP/s")
     typer.echo("  ".join(f"{name} {value}" for name, value in machine.items()))
     if json_file:
-        figures = {
-            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "machine": machine,
-            "setting": asdict(setting), "rates": rates, "rows": [asdict(row) for row in rows],
-        }  # fmt: skip
-        json_file.write_text(json.dumps(figures, indent=1) + "\n")
+        _write(json_file, clock, rows, setting=asdict(setting), rates=rates)
+
+
+def _write(file: Path, clock: Clock, rows: Sequence[Any], **about: Any) -> None:
+    from mesatron_kernels.bench import describe
+
+    moment = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    figures = {"time": moment, "machine": describe(clock.device), **about, "rows": [asdict(row) for row in rows]}
+    file.write_text(json.dumps(figures, indent=1) + "\n")

@@ -1,1 +1,1 @@
-"""Proof that a layout computes what one process computes: `layouts` lists them, `worlds` runs, `table` compares."""
+"""A training in many layouts: `layouts` lists them, `worlds` runs them, `table` proves them equal, `speed` measures."""

@@ -38,8 +38,8 @@ class Case:
         return ", ".join(parts + ["documents"] * self.documents)
 
     @property
-    def overrides(self) -> list[str]:
-        """Its config, as overrides."""
+    def parallel(self) -> list[str]:
+        """Its sizes, as overrides of a config."""
         return [
             f"parallel.tensor_size={self.tensor}",
             f"parallel.sequence_parallel={str(self.sequence_parallel).lower()}",
@@ -48,6 +48,13 @@ class Case:
             f"parallel.data_size={self.data}",
             f"parallel.zero_stage={self.zero_stage}",
             f"parallel.offload_optimizer={str(self.offload).lower()}",
+        ]
+
+    @property
+    def overrides(self) -> list[str]:
+        """All that it says, as overrides of a config."""
+        return [
+            *self.parallel,
             f"train.activation_checkpointing={self.recompute}",
             f"train.micro_batch_size={self.micro_batch}",
             f"data.reset_state_at_documents={str(self.documents).lower()}",

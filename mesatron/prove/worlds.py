@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -31,10 +32,14 @@ def fork_server(*modules: str) -> ForkServerContext:
     return context
 
 
-def run_world(context: ForkServerContext, size: int, arguments: list[str], folder: Path, seconds: float = 900) -> None:
+def run_world(
+    context: ForkServerContext, size: int, arguments: list[str], folder: Path, seconds: float = 900,
+    enough: Callable[[], bool] = lambda: False,
+) -> None:  # fmt: skip
     """Run `mesatron` with `arguments` in `size` processes that torchrun might have started; their words go to `folder`.
 
-    Raises WorldFailed with the last words of the first that failed, or that did not end in time.
+    Once `enough` says so they are killed. Raises WorldFailed with the last words of the first that failed, or that did
+    not end in time.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {
@@ -49,11 +54,12 @@ def run_world(context: ForkServerContext, size: int, arguments: list[str], folde
         process.start()
     try:
         running, deadline = set(range(size)), time.monotonic() + seconds
-        while running:
-            wait([processes[rank].sentinel for rank in running], max(0.0, deadline - time.monotonic()))
+        while running and not enough():
+            left = deadline - time.monotonic()
+            wait([processes[rank].sentinel for rank in running], min(max(0.0, left), 0.5))
             ended = {rank for rank in running if processes[rank].exitcode is not None}
             running -= ended
-            failed = [rank for rank in ended if processes[rank].exitcode != 0] if ended else list(running)
+            failed = [rank for rank in ended if processes[rank].exitcode != 0] or (list(running) if left < 0 else [])
             if failed:
                 rank = min(failed, key=lambda rank: processes[rank].exitcode == PeerLostError.exit_code)
                 log, exit_code = folder / f"rank-{rank}.log", processes[rank].exitcode

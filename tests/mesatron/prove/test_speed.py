@@ -1,0 +1,56 @@
+"""`mesatron bench layouts`: real trainings in layouts, what they leave as figures, and layouts that cannot train."""
+
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mesatron.config import load_config
+from mesatron.prove.layouts import Case
+from mesatron.prove.speed import layouts, measure
+
+VALUES = {
+    "model": {"vocabulary_size": 300, "width": 24, "layers": 2, "heads": 4, "head_dim": 6},
+    "tokenizer": {"path": "none"},
+    "data": {"input_folder": "none", "folder": "shards", "context_length": 64, "weights": {"c": 1}},
+    "train": {"global_batch_size": 8, "micro_batch_size": 2, "warmup_steps": 2, "peak_lr": 1e-3},
+    "checkpoint": {"every_steps": 1, "local_folder": "/nowhere", "local_every_steps": 1},
+}
+
+
+def test_layouts_are_measured_or_say_why_not(tmp_path: Path, fork_server: ForkServerContext) -> None:
+    file, folder = tmp_path / "config.yaml", tmp_path / "new"
+    file.write_text(yaml.safe_dump(VALUES))
+    cases = [Case(tensor=2, sequence_parallel=True), Case(pipeline=2)]
+    rows = list(measure(fork_server, folder, file, ["train.seed=7"], cases, [2, 3], steps=2))
+    assert [(row.layout, row.micro_batch) for row in rows] == [(case.name, size) for case in cases for size in (2, 3)]
+    for row in rows[::2]:
+        assert row.failure is None
+        assert row.tokens_per_second is not None
+        assert row.tokens_per_second > 100
+        assert row.peak_bytes is not None
+        assert row.peak_bytes > 2**26
+        assert row.computing is not None
+        assert 0 < row.computing < 1
+        assert row.communicating is not None
+        assert 0 < row.communicating < 1
+    for row in rows[1::2]:
+        assert row.failure is not None
+        assert "8 = 2 x 3 + 2" in row.failure
+        assert row.tokens_per_second is None
+    assert not list(folder.glob("*/speed/checkpoints/step-*"))
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 6, 8])
+def test_listed_layouts_take_all_processes_and_differ(processes: int, tmp_path: Path) -> None:
+    cases = layouts(processes)
+    assert {case.processes for case in cases} == {processes}
+    assert len({case.name for case in cases}) == len(cases)
+    file = tmp_path / "config.yaml"
+    model = {"heads": 120, "layers": 8, "head_dim": 2, "width": 240}
+    values = VALUES | {"model": VALUES["model"] | model, "name": "a", "checkpoint": {"every_steps": 3}}
+    values |= {"data": VALUES["data"] | {"context_length": 480}, "train": VALUES["train"] | {"steps": 9}}
+    file.write_text(yaml.safe_dump(values))
+    for case in cases:
+        load_config(file, case.parallel)

@@ -90,13 +90,14 @@ def measure(
     folder.mkdir(parents=True)
     counts = {"train": config.train.global_batch_size * last, "validation": 64}
     write_shards(folder / "shards", config.model.vocabulary_size, config.data.context_length, counts, seed=1)
+    tried = micro_batches or [config.train.micro_batch_size]
     for case in cases:
-        for micro_batch in micro_batches or [config.train.micro_batch_size]:
+        for micro_batch in tried:
             row = Speed(case.name, micro_batch)
             laid_out = [*settings, *case.parallel, f"train.micro_batch_size={micro_batch}"]
             try:
-                config = load_config(file, laid_out)
-                accumulation_steps(config, data_parallel_size(config, case.processes))
+                fitted = load_config(file, laid_out)
+                accumulation_steps(fitted, data_parallel_size(fitted, case.processes))
                 yield replace(row, **_trained(context, folder, file, laid_out, case.processes, last))
             except (ConfigError, WorldFailed) as error:
                 yield replace(row, failure=str(error))

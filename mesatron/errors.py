@@ -101,10 +101,20 @@ REPORTED = (MesatronError, DataError)
 """Faults with an `exit_code` that are reported in one line."""
 
 
+SPEAKER = "mesatron: "
+"""What begins each line that a fault or a decision is said in."""
+
+
 def report(error: BaseException) -> None:
     """Say a fault on standard error, in one line, unless it has been said."""
     if not getattr(error, "already_reported", False):
-        print(f"mesatron: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"{SPEAKER}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
+
+
+def last_report(output: str) -> str | None:
+    """The last line of a program's output that says a fault or a decision; None if there is none."""
+    said = [line for line in output.splitlines() if line.startswith(SPEAKER)]
+    return said[-1].removeprefix(SPEAKER) if said else None
 
 
 def unusable_path(error: OSError) -> ConfigError:

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore
 
-from mesatron.errors import MesatronError, PeerLostError
+from mesatron.errors import MesatronError, PeerLostError, last_report
 
 PRELOAD = ["mesatron.train.loop", "mesatron.cli", "mesatron.parallel.megatron", "mesatron.parallel.pipeline"]
 
 
 class WorldFailed(MesatronError):
-    """A process of a world has not come to its end; the message says what it last printed."""
+    """A process of a world has not come to its end; the message has its reason, or what it last printed."""
 
 
 def fork_server(*modules: str) -> ForkServerContext:
@@ -39,7 +39,7 @@ def run_world(
     """Run `mesatron` with `arguments` in `size` processes that torchrun might have started; their words go to `folder`.
 
     Once `enough` says so they are killed. Raises WorldFailed with the last words of the first that failed, or that did
-    not end in time.
+    not end in time; the next world's overwrite them in `folder`.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {
@@ -62,14 +62,21 @@ def run_world(
             failed = [rank for rank in ended if processes[rank].exitcode != 0] or (list(running) if left < 0 else [])
             if failed:
                 rank = min(failed, key=lambda rank: processes[rank].exitcode == PeerLostError.exit_code)
-                log, exit_code = folder / f"rank-{rank}.log", processes[rank].exitcode
-                words = log.read_text().strip().splitlines()[-1:] if log.exists() else []
+                exit_code = processes[rank].exitcode
                 how = "did not end" if exit_code is None else f"ended with {exit_code}"
-                raise WorldFailed(f"Process {rank} of {size} {how} ({' '.join(words)}); see {folder}.")
+                raise WorldFailed(f"Process {rank} of {size} {how}: {_last_words(folder, rank, size)}")
     finally:
         for process in processes:
             process.kill()
             process.join()
+
+
+def _last_words(folder: Path, failed: int, size: int) -> str:
+    """Why process `failed` did, by itself or, where all have a fault, by the one that says it; else its last line."""
+    logs = [folder / f"rank-{rank}.log" for rank in (failed, *range(size))]
+    texts = [log.read_text(errors="replace").strip() if log.exists() else "" for log in logs]
+    said = [words for words in map(last_report, texts) if words]
+    return (said or texts[0].splitlines()[-1:] or ["it printed nothing"])[0]
 
 
 def _work(variables: dict[str, str], arguments: list[str], log: Path) -> None:

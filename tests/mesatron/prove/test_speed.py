@@ -4,6 +4,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from mesatron.config import load_config
@@ -40,6 +41,18 @@ def test_layouts_are_measured_or_say_why_not(tmp_path: Path, fork_server: ForkSe
         assert "8 = 2 x 3 + 2" in row.failure
         assert row.tokens_per_second is None
     assert not list(folder.glob("*/speed/checkpoints/step-*"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would train")
+def test_a_layout_that_fails_gives_its_reason(tmp_path: Path, fork_server: ForkServerContext) -> None:
+    """What the trainings wrote may be gone when the message is read."""
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(VALUES))
+    settings = ["model.implementation=triton"]
+    (row,) = measure(fork_server, tmp_path / "new", file, settings, [Case(data=2)], [2], steps=2)
+    assert row.failure is not None
+    assert "model.implementation is triton, which needs a GPU" in row.failure
+    assert str(tmp_path) not in row.failure
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 6, 8])

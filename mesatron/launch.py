@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -42,14 +42,22 @@ def launch_local(processes: int, arguments: list[str], stop_signals: Collection[
     )  # fmt: skip
     for number in stop_signals:
         signal.signal(number, _hand_on)
+    return exit_code(lambda: elastic_launch(config, sys.executable)("-m", "mesatron", *arguments))
+
+
+def exit_code(launch: Callable[[], object]) -> int:
+    """Start workers of this machine by torchrun's `launch` and wait; returns 0 or the exit code of the cause.
+
+    The one that failed has said why, unless a signal ended it, which is said here.
+    """
     try:
-        elastic_launch(config, sys.executable)("-m", "mesatron", *arguments)
+        launch()
     except ChildFailedError as error:
-        cause = min(error.failures.values(), key=_is_consequence)
+        rank, cause = min(error.failures.items(), key=lambda item: _is_consequence(item[1]))
         if cause.exitcode < 0:
             name = signal.Signals(-cause.exitcode).name
             print(
-                f"mesatron: process {cause.local_rank} was ended by {name}; the same command goes on from the last "
+                f"mesatron: process {rank} was ended by {name}; started again, the run goes on from its last "
                 "checkpoint.",
                 file=sys.stderr,
             )

@@ -11,6 +11,6 @@ processes=${PROCESSES:-$(python3 -c 'import torch; print(max(1, torch.cuda.devic
 settings=$(python3 -m mesatron launch node "$HEAD")
 eval "$settings"
 export GLOO_SOCKET_IFNAME
-exec torchrun --nnodes="$NODES" --nproc-per-node="$processes" --max-restarts=0 --log-dir=/dev/null \
+exec python3 -m mesatron.torchrun --nnodes="$NODES" --nproc-per-node="$processes" --max-restarts=0 --log-dir=/dev/null \
   --rdzv-backend=c10d --rdzv-endpoint="$HEAD" --rdzv-conf="is_host=$is_host" --local-addr="$address" \
   --rdzv-id="${RUN_ID:-mesatron}" -m mesatron train "$@"

@@ -9,8 +9,8 @@ from mesatron.cluster import scheduler
 from mesatron.cluster.history import History
 from mesatron.cluster.job import last_job
 from mesatron.cluster.request import FOR_USER, request_stop
-from mesatron.cluster.submission import newest_job
-from mesatron.errors import ConfigError
+from mesatron.cluster.submission import Submission, newest_job
+from mesatron.errors import ConfigError, last_report
 from mesatron.summary import summarize
 
 SHOWN_DECISIONS = 5
@@ -18,16 +18,23 @@ SHOWN_DECISIONS = 5
 
 def status(folder: Path) -> list[tuple[str, str]]:
     """Lines of a name and a text each. Raises ConfigError when `folder` is no run's."""
-    history, job, note = History(folder), newest_job(folder), last_job(folder)
+    history, (job, found, attempt) = History(folder), _look(folder)
     lines = [("run", str(folder))]
-    if job is not None:
-        state = scheduler.job_state(job) if shutil.which("scontrol") else "unknown, for Slurm's commands are not here"
-        where = f" on {' '.join(note.nodes)}" if note and note.job == job and state == "RUNNING" else ""
-        lines.append(("job", f"{job}, {state}{where}"))
+    if job:
+        state = found.get("JobState", "UNKNOWN" if _slurm_is_here() else "unknown, for Slurm's commands are not here")
+        where = f" on {' '.join(scheduler.host_names(found['NodeList']))}" if state == "RUNNING" else ""
+        lines.append(("job", f"{job.job}, {state}{where}"))
+        output = Path(job.output)
+        if output.exists():
+            lines.append(("output", job.output))
+            # Otherwise the attempt's own end, below, has the reason.
+            if state not in scheduler.ALIVE and history.end_code(attempt) is None:
+                words = last_report(output.read_text(errors="replace"))
+                lines += [("said", words)] if words else []
     if (folder / "config.yaml").exists():
         result = summarize(folder)
         lines.append(("step", f"{result.step} of {result.steps} is saved"))
-    elif job is None:
+    elif not job:
         raise ConfigError(f"{folder} is no run folder: it has neither a config.yaml nor a job; check the path.")
     ends = history.records("end")
     last = f"; the last that ended: {ends[-1]['reason']}" if ends else ""
@@ -41,15 +48,30 @@ def stop(folder: Path) -> str:
 
     Raises ConfigError when nothing waits or runs there.
     """
-    history, job, note = History(folder), newest_job(folder), last_job(folder)
-    state = scheduler.job_state(job) if job is not None and shutil.which("scontrol") else None
-    if job is not None and state in scheduler.QUEUED:
-        scheduler.ask("scancel", job)
-        return f"Job {job} was waiting and is cancelled."
-    attempt = history.newest_attempt
-    if state == "RUNNING" and note:
-        attempt = note.attempt  # which may be starting still
-    elif not history.is_running:
-        raise ConfigError(f"Nothing trains in {folder}, and no job waits to.")
+    history, (job, found, attempt) = History(folder), _look(folder)
+    state = found.get("JobState")
+    if job and state in scheduler.QUEUED:
+        scheduler.ask("scancel", job.job)
+        return f"Job {job.job} was waiting and is cancelled."
+    if state != "RUNNING":
+        if not history.is_running:
+            raise ConfigError(f"Nothing trains in {folder}, and no job waits to.")
+        attempt = history.newest_attempt
     request_stop(folder, "mesatron launch stop", FOR_USER, attempt)
     return f"Attempt {attempt} will save after its next step and end."
+
+
+def _look(folder: Path) -> tuple[Submission | None, dict[str, str], int]:
+    """A run's newest job, what Slurm says of it, and the number of the attempt that its newest start makes."""
+    job, note = newest_job(folder), last_job(folder)
+    found = scheduler.job_fields(job.job, job.command) if job and _slurm_is_here() else {}
+    if note and job:
+        # A job that was queued again may have started without having noted it yet.
+        is_noted = note.identity == f"{found['JobId']}-{found['Restarts']}" if found else note.job == job.job
+        if is_noted:
+            return job, found, note.attempt
+    return job, found, History(folder).newest_attempt + 1
+
+
+def _slurm_is_here() -> bool:
+    return shutil.which("scontrol") is not None

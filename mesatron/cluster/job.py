@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from mesatron.files import replace_file
 LAUNCH_FOLDER = "launch"
 """Below a run folder: what was submitted, and notes about the job that runs."""
 JOB_FILE, UNFIT_FILE = "job.json", "unfit.json"
+WORDS = "words-"
 LOST_PEER, KILLED = PeerLostError.exit_code, 1
 FINAL_CODES = {0, 2, 3, 4, 5, 6, 7, 75, 78}
 """Exit codes of a training that another start would not change, or that has been replaced by another."""
@@ -29,13 +32,25 @@ FAILURES_OF_A_NODE = 2
 
 @dataclass(frozen=True)
 class Job:
-    """This start of a job. `attempt` is the number that its training will have in attempts.jsonl."""
+    """This start of a job."""
 
     job: str
     nodes: list[str]
     processes: int
     attempt: int
+    """The number that its training will have in attempts.jsonl."""
     words: str
+    time: float = 0.0
+    """Unix seconds; earlier versions did not note it, nor what follows."""
+    command: str = ""
+    """The job's script and its arguments, as Slurm has them; empty where they are unknown, as is the next."""
+    output: str = ""
+    """The file that has what it prints."""
+
+    @property
+    def identity(self) -> str:
+        """The job's id and how often it had been started before."""
+        return Path(self.words).name.removeprefix(WORDS)
 
 
 def begin(config: Config) -> dict[str, str]:
@@ -54,7 +69,7 @@ def begin(config: Config) -> dict[str, str]:
     history = History(folder)
     previous = last_job(folder)
     if previous:
-        if previous.job != job and scheduler.job_state(previous.job) == "RUNNING":
+        if previous.job != job and scheduler.job_state(previous.job, previous.command) == "RUNNING":
             raise ConfigError(f"Job {previous.job} trains {folder} already; wait for it or choose another name.")
         _blame(history, previous)
     excluded = [node for node in unfit_nodes(history) if node in nodes]
@@ -62,9 +77,13 @@ def begin(config: Config) -> dict[str, str]:
         history.decide(f"requeue: {', '.join(excluded)} failed {FAILURES_OF_A_NODE} times and is excluded")
         scheduler.requeue(job, excluded)
         raise UnfitError(f"Job {job} was given {', '.join(excluded)} again, and is queued again without.")
-    words = launch / _words_name()
+    words = launch / f"{WORDS}{_identity()}"
     words.mkdir(exist_ok=True)
-    note = Job(job, nodes, processes, history.newest_attempt + 1, str(words))
+    shown: dict[str, str] = {}
+    with suppress(ConfigError):  # no reason to end a job: a controller that is too busy to answer
+        shown = scheduler.fields("job", job)
+    origin = (shown.get("Command", ""), shown.get("StdOut", ""))
+    note = Job(job, nodes, processes, history.newest_attempt + 1, str(words), time.time(), *origin)
     replace_file(launch / JOB_FILE, [json.dumps(note.__dict__).encode()])
     threads = max(1, int(os.environ.get("SLURM_CPUS_ON_NODE", "1")) // processes)
     return {
@@ -77,15 +96,15 @@ def begin(config: Config) -> dict[str, str]:
 def settle(config: Config) -> int:
     """In a job, after its training or preflight has ended: requeue it if that is worth while; returns the exit code.
 
-    torchrun and srun answer 1 to every failure, and 0 to some; attempts.jsonl and the processes' last words know more.
-    Raises ConfigError outside a job, and FencedError on a node that the network had lost while the job was started
-    again elsewhere: queueing it again from here would end that start.
+    srun answers with the largest code of all nodes, and 0 to some failures; attempts.jsonl and the processes' last
+    words know more. Raises ConfigError outside a job, and FencedError on a node that the network had lost while the job
+    was started again elsewhere: queueing it again from here would end that start.
     """
     folder = config.run_folder.absolute()
     history, note = History(folder), last_job(folder)
     if note is None:
         raise ConfigError(f"{folder} knows no job; `mesatron launch begin` comes first.")
-    if Path(note.words).name != _words_name():
+    if note.identity != _identity():
         raise FencedError(f"A later start of the job has taken over {folder}, so this one does not queue it again.")
     code = history.end_code(note.attempt)
     if code is None or code == LOST_PEER:
@@ -129,10 +148,6 @@ def _variable(name: str) -> str:
     if name not in os.environ:
         raise ConfigError(f"{name} is not set; submit the script with sbatch.")
     return os.environ[name]
-
-
-def _words_name() -> str:
-    return f"words-{_identity()}"
 
 
 def _shape(config: Config) -> tuple[str, list[str], int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
 from mesatron.errors import ConfigError
 
+SCRIPT = "train.sbatch"
 QUEUED = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING"}
 ALIVE = QUEUED | {"RUNNING", "SUSPENDED", "COMPLETING", "RESIZING", "STAGE_OUT"}
 
@@ -35,17 +37,29 @@ def host_names(node_list: str) -> list[str]:
 def fields(kind: str, name: str) -> dict[str, str]:
     """The fields of `scontrol show job` or `node`; nothing for a job that Slurm no longer knows."""
     try:
-        words = ask("scontrol", "--oneliner", "show", kind, name).split()
+        text = ask("scontrol", "--oneliner", "show", kind, name)
     except ConfigError as error:
         if "Invalid job id" in str(error):
             return {}
         raise
+    words = re.split(r"\s+(?=[A-Z][\w:/]*=)", text.strip())  # paths and arguments may have spaces
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
-def job_state(job: str) -> str:
-    """Such as PENDING, RUNNING or COMPLETED; UNKNOWN for a job that Slurm has forgotten."""
-    return fields("job", job).get("JobState", "UNKNOWN")
+def job_fields(job: str, command: str) -> dict[str, str]:
+    """The fields of the job that was submitted as `command`, a script and its arguments.
+
+    Nothing if Slurm has forgotten it, or has begun to count anew and given its id to another. Without a command, which
+    earlier versions did not note, a job whose script is called SCRIPT is taken for it.
+    """
+    found = fields("job", job)
+    theirs = found.get("Command", "")
+    return found if (theirs == command if command else SCRIPT in theirs) else {}
+
+
+def job_state(job: str, command: str) -> str:
+    """Such as PENDING, RUNNING or COMPLETED; UNKNOWN for a job that Slurm has forgotten. See `job_fields`."""
+    return job_fields(job, command).get("JobState", "UNKNOWN")
 
 
 def may_be_requeued(job: str) -> bool:

@@ -9,20 +9,23 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 
 from mesatron.cluster import scheduler
 from mesatron.cluster.history import History
-from mesatron.cluster.job import LAUNCH_FOLDER, last_job
+from mesatron.cluster.job import JOB_FILE, LAUNCH_FOLDER
+from mesatron.cluster.scheduler import SCRIPT
 from mesatron.config import Config, accumulation_steps, data_parallel_size, dump_config, load_config
 from mesatron.errors import ConfigError
 from mesatron.files import replace_file
 
-SCRIPT, CONFIG, CODE, SUBMITTED = "train.sbatch", "config.yaml", "code", "submitted.json"
+CONFIG, CODE, REPLACED_CODE, SUBMITTED = "config.yaml", "code", "replaced-code", "submitted.json"
 PACKAGES = ("mesatron", "mesatron_kernels", "mesatron_data")
 SETTINGS_LINE = "# settings of `mesatron launch slurm`\n"
 FIRST_LEAD_SECONDS, LEAST_LEAD_SECONDS, LEAD_FACTOR = 300, 60, 3
@@ -63,6 +66,16 @@ class Plan:
     run_folders: list[Path]
 
 
+@dataclass(frozen=True)
+class Submission:
+    """A job as a run folder knows it; fields as those of `Job`."""
+
+    job: str
+    time: float
+    command: str
+    output: str
+
+
 def plan(file: Path, overrides: Sequence[str], sweep: Sequence[str], request: Request) -> Plan:
     """What `request` comes to for the config in `file`: one run, or with `sweep` one for each combination of values.
 
@@ -95,16 +108,23 @@ def plan_array(configs: Sequence[Config], folder: Path, name: str, request: Requ
 def submit(plan: Plan) -> str:
     """Write a plan's files and copies of the code that runs now, and submit; returns the job's id.
 
-    Raises ConfigError when a job of one of the runs waits or runs already, or when Slurm refuses.
+    Raises ConfigError when a job of one of the runs waits or runs already, or when Slurm refuses. What is not submitted
+    leaves every folder as it was.
     """
     for folder in plan.run_folders:
         refuse_active(folder)
-    for path, text in plan.files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, [text.encode()])
-    for folder in plan.run_folders:
-        _copy_code(folder / LAUNCH_FOLDER / CODE)
-    return _sbatch(plan.script, {*plan.run_folders, plan.script.parents[1]})
+    launches = [folder / LAUNCH_FOLDER for folder in plan.run_folders]
+    with ExitStack() as undo:
+        for path, text in plan.files.items():
+            _make_folder(path.parent, undo)
+            _replace(path, text, undo)
+        for launch in launches:
+            _copy_code(launch, undo)
+        job = _sbatch(plan.script, launches if launches != [plan.script.parent] else [])
+        undo.pop_all()
+    for launch in launches:
+        shutil.rmtree(launch / REPLACED_CODE, ignore_errors=True)
+    return job
 
 
 def resume(folder: Path) -> str:
@@ -119,22 +139,26 @@ def resume(folder: Path) -> str:
         replace_file(
             script, [re.sub("(?m)^#SBATCH --signal=.*", f"#SBATCH --signal={signal}", script.read_text()).encode()]
         )
-    return _sbatch(script, {folder})
+    return _sbatch(script)
 
 
-def newest_job(folder: Path) -> str | None:
-    """The id of the job that was submitted or started last for a run; None for a run that no job knows."""
-    path = folder / LAUNCH_FOLDER / SUBMITTED
-    known = [json.loads(path.read_text())["job"]] if path.exists() else []
-    started = last_job(folder)
-    return max(known + ([started.job] if started else []), key=int, default=None)
+def newest_job(folder: Path) -> Submission | None:
+    """The job that was submitted or started last for a run; None for a run that no job knows.
+
+    Last in time: the ids of a cluster that has lost its state begin anew.
+    """
+    launch = folder / LAUNCH_FOLDER
+    known = [_noted(launch / name) for name in (SUBMITTED, JOB_FILE) if (launch / name).exists()]
+    return max(known, key=lambda submission: submission.time, default=None)
 
 
 def refuse_active(folder: Path) -> None:
     """Raise ConfigError when a job of a run waits or runs."""
-    job = newest_job(folder)
-    if job is not None and scheduler.job_state(job) in scheduler.ALIVE:
-        raise ConfigError(f"Job {job} of {folder} has not ended; wait for it, or `mesatron launch stop {folder}`.")
+    newest = newest_job(folder)
+    if newest and scheduler.job_state(newest.job, newest.command) in scheduler.ALIVE:
+        raise ConfigError(
+            f"Job {newest.job} of {folder} has not ended; wait for it, or `mesatron launch stop {folder}`."
+        )
 
 
 def stop_lead_seconds(config: Config, folder: Path) -> int:
@@ -181,6 +205,7 @@ def _script(config: Config, request: Request, options: Mapping[str, str], argume
     settings = (
         f"{arguments}\n"
         f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH PYTHONPATH="${{1%/*}}/{CODE}"\n'
+        "export PYTHONSAFEPATH=1  # else -m takes a mesatron that lies where this was submitted\n"
         f"container=({container})\n"
     )
     return head + body.replace(SETTINGS_LINE, settings)
@@ -202,9 +227,42 @@ def _points(name: str, sweep: Sequence[str]) -> list[list[str]]:
     return points
 
 
-def _copy_code(folder: Path) -> None:
+def _noted(path: Path) -> Submission:
+    """What submitted.json or job.json says of a job; earlier versions noted its id, and wrote its output beside."""
+    record = json.loads(path.read_text())
+    job = record["job"]
+    when = record.get("time") or path.stat().st_mtime
+    return Submission(job, when, record.get("command", ""), record.get("output") or f"{path.parent}/slurm-{job}.out")
+
+
+def _make_folder(folder: Path, undo: ExitStack) -> None:
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        undo.callback(_remove_empty, path)
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # somebody else has put something into it
+        folder.rmdir()
+
+
+def _replace(path: Path, text: str, undo: ExitStack) -> None:
+    if path.exists():
+        undo.callback(replace_file, path, [path.read_bytes()])
+    else:
+        undo.callback(path.unlink, missing_ok=True)
+    replace_file(path, [text.encode()])
+
+
+def _copy_code(launch: Path, undo: ExitStack) -> None:
     """The packages as they are now, so that what is edited later does not change a job that waits or starts again."""
-    shutil.rmtree(folder, ignore_errors=True)
+    folder, replaced = launch / CODE, launch / REPLACED_CODE
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)
+        undo.callback(replaced.rename, folder)
+    undo.callback(shutil.rmtree, folder, ignore_errors=True)
     for package in PACKAGES:
         spec = find_spec(package)
         assert spec is not None
@@ -212,10 +270,14 @@ def _copy_code(folder: Path) -> None:
         shutil.copytree(Path(spec.origin).parent, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def _sbatch(script: Path, run_folders: Collection[Path]) -> str:
+def _sbatch(script: Path, members: Sequence[Path] = ()) -> str:
+    """Submit and note the job, for an array in the launch folder of each of its members too; returns the id."""
+    when = time.time()  # a job may start, and note it, before this returns
     # What the submitting shell was given by a job of its own is not for this one.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_JOB")}
     job = scheduler.ask("sbatch", "--parsable", str(script), environment=environment).strip().partition(";")[0]
-    for folder in run_folders:
-        replace_file(folder / LAUNCH_FOLDER / SUBMITTED, [json.dumps({"job": job}).encode()])
+    jobs = {script.parent: job} | {launch: f"{job}_{number}" for number, launch in enumerate(members)}
+    for launch, own in jobs.items():
+        note = Submission(own, when, str(script), f"{script.parent}/slurm-{own}.out")
+        replace_file(launch / SUBMITTED, [json.dumps(asdict(note)).encode()])
     return job

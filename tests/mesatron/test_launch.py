@@ -70,7 +70,9 @@ def test_a_killed_worker_ends_the_run_in_one_line(tmp_path: Path, odd_config: Ca
     second.kill()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
-    assert errors == "mesatron: process 1 was ended by SIGKILL; the same command goes on from the last checkpoint.\n"
+    assert errors == (
+        "mesatron: process 1 was ended by SIGKILL; started again, the run goes on from its last checkpoint.\n"
+    )
     assert psutil.wait_procs(workers, timeout=10)[1] == []
 
 

@@ -1,16 +1,26 @@
 """`mesatron launch` from the head of a real Slurm cluster: submitting, looking, stopping, resuming, sweeping."""
 
+import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from slurm_training import Training
+from slurm_training import Training, environment
 
 Make = Callable[..., Training]
 
 
-def test_stopped_and_resumed(training: Make, untouched: Training) -> None:
+def note(run: Training, file: str, **values: Any) -> None:
+    """Change what a launch folder knows of the run's job."""
+    path = run.folder / "launch" / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_stopped_and_resumed(training: Make, untouched: Training, tmp_path: Path) -> None:
     """The job needs no more than its run folder: it runs the copy of the code that lies there."""
     run = training()
     run.launch("--gres=gpu:1", "--time=10", "--sbatch=comment=test")
@@ -19,14 +29,26 @@ def test_stopped_and_resumed(training: Make, untouched: Training) -> None:
     assert again.returncode == 2
     assert f"Job {run.job} of {run.folder} has not ended" in again.stderr
     run.wait_for_step(7)
-    assert f"job        {run.job}, RUNNING on n1 n2\n" in run.verb("launch", "status", str(run.folder)).stdout
     assert run.workers("n2")[0].environ()["PYTHONPATH"] == str(run.folder / "launch/code")
+    # Slurm has queued the job again and started it elsewhere, and it has not come to note that.
+    job_file = run.folder / "launch/job.json"
+    noted = job_file.read_text()
+    note(run, "job.json", nodes=["n8", "n9"], words=str(run.folder / f"launch/words-{run.job}-9"), attempt=0)
+    status = run.verb("launch", "status", str(run.folder)).stdout
+    assert f"job        {run.job}, RUNNING on n1 n2\noutput     {run.output}\n" in status
+    assert "said " not in status
     run.verb("launch", "stop", str(run.folder))
+    job_file.write_text(noted)
     run.finish(code=75)
+    _, stopped, rest = run.text().partition("mesatron: Stopped on request (mesatron launch stop) after step ")
+    assert stopped
+    assert re.findall("(?m)^(?!srun|slurmstepd).+", rest.partition("\n")[2]) == []
     reached = run.step()
     assert reached < run.steps
     assert run.records("end")[0]["exit_code"] == 75
-    run.take_job(run.verb("launch", "resume", str(run.folder)).stdout)
+    (run.config.parent / "mesatron.py").write_text("raise RuntimeError('not the copy')")
+    resume = [sys.executable, "-m", "mesatron", "launch", "resume", str(run.folder)]
+    run.take_job(run.cluster.on("head", *resume, env=environment(run.temporary), cwd=tmp_path).stdout)
     run.finish()
     assert run.records("start")[1]["resumed_from"] >= 7
     run.check_equals(untouched)
@@ -47,6 +69,10 @@ def test_a_sweep_and_a_job_after_it(training: Make, untouched: Training) -> None
     points[0].check_equals(untouched)
     assert points[1].checksums().keys() == untouched.checksums().keys()
     assert points[1].checksums() != untouched.checksums()
+    for number, point in enumerate(points):
+        submitted = json.loads((point.folder / "launch/submitted.json").read_text())
+        assert submitted["job"] == f"{job}_{number}"
+        assert f"runs/{point.folder.name}" in Path(submitted["output"]).read_text()
     starts = [point.records("end")[0]["time"] for point in points]
     assert max(starts) < run.records("start")[0]["time"]
 
@@ -73,6 +99,72 @@ def test_a_comparison_as_an_array(training: Make, untouched: Training) -> None:
     assert "| usual " in measured
     assert "step 1/" not in measured
     assert [line.split(",")[0] for line in (out / "results.csv").read_text().splitlines()[1:]] == list(variants)
+
+
+def test_another_job_with_the_id_of_an_older_one(training: Make, untouched: Training, tmp_path: Path) -> None:
+    """Where a cluster has begun to count anew it is neither looked at nor cancelled, and in nobody's way."""
+    script = tmp_path / "other.sh"
+    script.write_text("#!/bin/bash\nsleep 600\n")
+    options = ["--output=/dev/null", str(script)]
+    cluster, run = untouched.cluster, training()
+    waiting = cluster.submit("--hold", *options)
+    run.launch("--sbatch=begin=now+1hour")
+    submitted = run.folder / "launch/submitted.json"
+    own = submitted.read_text()
+    for noted in (json.dumps(json.loads(own) | {"job": waiting}), json.dumps({"job": waiting})):
+        submitted.write_text(noted)
+        assert f"job        {waiting}, UNKNOWN\n" in run.verb("launch", "status", str(run.folder)).stdout
+        assert "Nothing trains" in run.verb("launch", "stop", str(run.folder), check=False).stderr
+        assert cluster.job(waiting)["JobState"] == "PENDING"
+    submitted.write_text(json.dumps({"job": run.job}))  # as earlier versions noted it
+    assert f"job        {run.job}, PENDING\n" in run.verb("launch", "status", str(run.folder)).stdout
+    assert f"Job {run.job} was waiting" in run.verb("launch", "stop", str(run.folder)).stdout
+    assert cluster.job(run.job)["JobState"] == "CANCELLED"
+
+    run.output = run.config.parent / "job.out"
+    run.submit("--output", str(run.output))
+    run.wait_for_step(3)
+    status = run.verb("launch", "status", str(run.folder)).stdout
+    assert f"job        {run.job}, RUNNING on n1 n2\noutput     {run.output}\n" in status
+    run.verb("launch", "stop", str(run.folder))
+    run.finish(code=75)
+    running = cluster.submit("--nodelist=n3", *options)
+    cluster.wait_for_state(running, "RUNNING")
+    note(run, "job.json", job=running)
+    assert "Nothing trains" in run.verb("launch", "stop", str(run.folder), check=False).stderr
+    run.submit()
+    run.wait_for_step(run.step() + 1, start=2)
+    assert cluster.job(running)["JobState"] == "RUNNING"
+
+
+def test_a_job_that_fails_before_it_trains_says_why(training: Make) -> None:
+    run = training()
+    run.launch("--sbatch=ntasks-per-node=2")
+    run.cluster.wait_for_state(run.job, "FAILED")
+    status = run.verb("launch", "status", str(run.folder)).stdout
+    assert f"output     {run.output}\nsaid       The job has 2(x2) tasks per node, but one torchrun on each" in status
+
+
+def test_what_slurm_refuses_leaves_no_trace(training: Make) -> None:
+    run = training()
+    refused = ["launch", "slurm", str(run.config), "--nodes=2", "--partition=none", "train.peak_lr=1e-3"]
+    assert run.verb(*refused, check=False).returncode == 2
+    assert run.verb(*refused, "--sweep=train.seed=1,2", check=False).returncode == 2
+    assert not run.folder.parent.exists()
+    run.folder.mkdir(parents=True)
+    (run.folder / "notes.txt").write_text("mine")
+    assert run.verb(*refused, check=False).returncode == 2
+    assert [path.name for path in run.folder.rglob("*")] == ["notes.txt"]
+    assert "was not started by" in run.verb("launch", "resume", str(run.folder), check=False).stderr
+    run.launch("--sbatch=begin=now+1hour")
+    run.verb("launch", "stop", str(run.folder))
+    (run.folder / "launch/code/mesatron/ours.py").write_text("ours")
+    before = {path: path.is_file() and path.read_bytes() for path in run.folder.rglob("*")}
+    assert run.verb(*refused, check=False).returncode == 2
+    assert {path: path.is_file() and path.read_bytes() for path in run.folder.rglob("*")} == before
+    run.launch("--sbatch=begin=now+1hour")
+    assert not (run.folder / "launch/code/mesatron/ours.py").exists()
+    assert not (run.folder / "launch/replaced-code").exists()
 
 
 def test_what_cannot_fit_is_refused_before_it_is_submitted(training: Make) -> None:

@@ -1,11 +1,13 @@
-"""Scripts for Slurm: what an array of runs shares, and how many processes a job has."""
+"""Scripts for Slurm: what an array of runs shares, how many processes a job has, which job of a run is the newest."""
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mesatron.cluster.submission import Request, plan_array
+from mesatron.cluster.submission import Request, Submission, newest_job, plan_array
 from mesatron.config import load_config
 
 
@@ -26,3 +28,19 @@ def test_a_process_for_each_gpu_or_one(
 ) -> None:
     config = load_config(tiny_config(tmp_path))
     assert Request({"nodes": "1"} | options, {}).processes_per_node(config) == processes
+
+
+def test_the_newest_job_is_the_last_in_time(tmp_path: Path) -> None:
+    """Whatever the ids: a cluster that has lost its state counts anew. Earlier versions did not note the time."""
+    launch = tmp_path / "launch"
+    launch.mkdir()
+    assert newest_job(tmp_path) is None
+    submitted, started = launch / "submitted.json", launch / "job.json"
+    submitted.write_text('{"job": "900"}')
+    os.utime(submitted, (100, 100))
+    assert newest_job(tmp_path) == Submission("900", 100, "", f"{launch}/slurm-900.out")
+    started.write_text(json.dumps({"job": "12", "nodes": ["n1"], "processes": 1, "attempt": 2, "words": "words-12-0"}))
+    os.utime(started, (200, 200))
+    assert newest_job(tmp_path) == Submission("12", 200, "", f"{launch}/slurm-12.out")
+    submitted.write_text(json.dumps({"job": "3", "time": 300.5, "command": "/a/train.sbatch", "output": "/a/3.out"}))
+    assert newest_job(tmp_path) == Submission("3", 300.5, "/a/train.sbatch", "/a/3.out")

@@ -6,7 +6,6 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,9 +42,8 @@ class Job:
     time: float = 0.0
     """Unix seconds; earlier versions did not note it, nor what follows."""
     command: str = ""
-    """The job's script and its arguments, as Slurm has them; empty where they are unknown, as is the next."""
+    """As `scheduler.origin` has it, and the next."""
     output: str = ""
-    """The file that has what it prints."""
 
     @property
     def identity(self) -> str:
@@ -79,11 +77,8 @@ def begin(config: Config) -> dict[str, str]:
         raise UnfitError(f"Job {job} was given {', '.join(excluded)} again, and is queued again without.")
     words = launch / f"{WORDS}{_identity()}"
     words.mkdir(exist_ok=True)
-    shown: dict[str, str] = {}
-    with suppress(ConfigError):  # no reason to end a job: a controller that is too busy to answer
-        shown = scheduler.fields("job", job)
-    origin = (shown.get("Command", ""), shown.get("StdOut", ""))
-    note = Job(job, nodes, processes, history.newest_attempt + 1, str(words), time.time(), *origin)
+    command, output = scheduler.origin(job)
+    note = Job(job, nodes, processes, history.newest_attempt + 1, str(words), time.time(), command, output)
     replace_file(launch / JOB_FILE, [json.dumps(note.__dict__).encode()])
     threads = max(1, int(os.environ.get("SLURM_CPUS_ON_NODE", "1")) // processes)
     return {

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from mesatron.errors import ConfigError
 
@@ -39,18 +40,26 @@ def fields(kind: str, name: str) -> dict[str, str]:
     try:
         text = ask("scontrol", "--oneliner", "show", kind, name)
     except ConfigError as error:
-        if "Invalid job id" in str(error):
+        if "Invalid job id" in str(error) or f"Job {name} not found" in str(error):  # the latter of an array's member
             return {}
         raise
     words = re.split(r"\s+(?=[A-Z][\w:/]*=)", text.strip())  # paths and arguments may have spaces
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
-def job_fields(job: str, command: str) -> dict[str, str]:
-    """The fields of the job that was submitted as `command`, a script and its arguments.
+def origin(job: str) -> tuple[str, str]:
+    """A job's script with its arguments, and the file that has its output; empty where Slurm does not answer."""
+    found: dict[str, str] = {}
+    with suppress(ConfigError):  # a controller may be too busy, which is no reason to end a job
+        found = fields("job", job)
+    return found.get("Command", ""), found.get("StdOut", "")
 
-    Nothing if Slurm has forgotten it, or has begun to count anew and given its id to another. Without a command, which
-    earlier versions did not note, a job whose script is called SCRIPT is taken for it.
+
+def job_fields(job: str, command: str) -> dict[str, str]:
+    """The fields of the job that was submitted as `command` (`origin`).
+
+    Nothing if Slurm has forgotten it, or has begun to count anew and given its id to another. Where the command is not
+    known, which earlier versions did not note, a job whose script is called SCRIPT is taken for it.
     """
     found = fields("job", job)
     theirs = found.get("Command", "")

@@ -277,7 +277,8 @@ def _sbatch(script: Path, members: Sequence[Path] = ()) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_JOB")}
     job = scheduler.ask("sbatch", "--parsable", str(script), environment=environment).strip().partition(";")[0]
     jobs = {script.parent: job} | {launch: f"{job}_{number}" for number, launch in enumerate(members)}
+    command, _ = scheduler.origin(job)
     for launch, own in jobs.items():
-        note = Submission(own, when, str(script), f"{script.parent}/slurm-{own}.out")
+        note = Submission(own, when, command, f"{script.parent}/slurm-{own}.out")
         replace_file(launch / SUBMITTED, [json.dumps(asdict(note)).encode()])
     return job

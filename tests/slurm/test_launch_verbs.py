@@ -77,6 +77,15 @@ def test_a_sweep_and_a_job_after_it(training: Make, untouched: Training) -> None
     assert max(starts) < run.records("start")[0]["time"]
 
 
+def test_a_member_of_a_sweep_is_stopped_alone(training: Make) -> None:
+    run = training()
+    sweep = ["--nodes=2", "--sweep=train.seed=1,2", "--sbatch=begin=now+1hour"]
+    job, first, second = run.verb("launch", "slurm", str(run.config), *sweep).stdout.split()[1:]
+    assert f"Job {job}_0 was waiting" in run.verb("launch", "stop", first).stdout
+    assert f"job        {job}_0, UNKNOWN\n" in run.verb("launch", "status", first).stdout
+    assert f"job        {job}_1, PENDING\n" in run.verb("launch", "status", second).stdout
+
+
 @pytest.mark.long
 def test_a_comparison_as_an_array(training: Make, untouched: Training) -> None:
     """Each variant is a run of its own; the one like the usual run equals it. Then the same command measures them."""

@@ -2,14 +2,13 @@
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from slurm_training import Training, environment
+from slurm_training import Training
 
 Make = Callable[..., Training]
 
@@ -20,7 +19,7 @@ def note(run: Training, file: str, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def test_stopped_and_resumed(training: Make, untouched: Training, tmp_path: Path) -> None:
+def test_stopped_and_resumed(training: Make, untouched: Training) -> None:
     """The job needs no more than its run folder: it runs the copy of the code that lies there."""
     run = training()
     run.launch("--gres=gpu:1", "--time=10", "--sbatch=comment=test")
@@ -46,10 +45,11 @@ def test_stopped_and_resumed(training: Make, untouched: Training, tmp_path: Path
     reached = run.step()
     assert reached < run.steps
     assert run.records("end")[0]["exit_code"] == 75
-    (run.config.parent / "mesatron.py").write_text("raise RuntimeError('not the copy')")
-    resume = [sys.executable, "-m", "mesatron", "launch", "resume", str(run.folder)]
-    run.take_job(run.cluster.on("head", *resume, env=environment(run.temporary), cwd=tmp_path).stdout)
+    # Also where it was submitted from a folder with another copy, which Python looks at first.
+    (run.folder / "launch/code/mesatron/__init__.py").write_text("import sys; print('the copy', file=sys.stderr)")
+    run.take_job(run.verb("launch", "resume", str(run.folder)).stdout)
     run.finish()
+    assert "the copy" in run.text()
     assert run.records("start")[1]["resumed_from"] >= 7
     run.check_equals(untouched)
     assert f"step       {run.steps} of {run.steps} is saved" in run.verb("launch", "status", str(run.folder)).stdout

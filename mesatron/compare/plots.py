@@ -87,5 +87,6 @@ def _colours(results: Sequence[Result]) -> list[tuple[float, ...]]:
 def _finished(figure: Figure) -> Figure:
     for axes in figure.axes:
         axes.grid(alpha=0.3)
-    figure.axes[-1].legend(fontsize="small")
+    # Beside the axes: a dozen names inside would cover curves.
+    figure.legend(*figure.axes[-1].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     return figure

@@ -223,7 +223,8 @@ class TrainConfig(Section):
     seed: NonNegativeInt = 0
     """Decides initial weights and data order."""
     watchdog_seconds: NonNegativeFloat = 300.0
-    """A run in which nothing moves for so long ends with exit code 77, within a third of it more; 0 lets it hang."""
+    """A run in which nothing moves for so long, or a process shows no sign of life, ends with exit code 77, within a
+    third of it more; 0 lets it hang."""
     dump_nonfinite: bool = True
     """After a skipped step, the first in a row, write the inputs of the layer where non-finite numbers began to a file
     in `nonfinite/`, for `mesatron replay`."""

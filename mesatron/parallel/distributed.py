@@ -6,6 +6,7 @@ import datetime
 import itertools
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mesatron.errors import REPORTED, ConfigError, MesatronError, PeerLostError, report
+from mesatron.errors import REPORTED, ConfigError, HungError, MesatronError, PeerLostError, report
 from mesatron.processes import end_with_parent
 
 T = TypeVar("T")
@@ -97,12 +98,14 @@ class World:
         return value
 
 
-def start() -> World:
+def start(patience_seconds: float = 0.0) -> World:
     """Join the processes that torchrun started, or be the only one; returns this process's place.
 
     gloo on CPUs; on GPUs NCCL for device tensors and gloo for host ones, for one process too. Raises ConfigError when
-    the launcher's variables are incomplete: a guessed LOCAL_WORLD_SIZE would put all ranks of a node on one GPU.
+    the launcher's variables are incomplete: a guessed LOCAL_WORLD_SIZE would put all ranks of a node on one GPU; and
+    HungError when a process has not come within `patience_seconds` (0: COLLECTIVE_TIMEOUT).
     """
+    patience_seconds = patience_seconds or COLLECTIVE_TIMEOUT.total_seconds()
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if size > 1:
         for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -129,7 +132,7 @@ def start() -> World:
         device, backend = torch.device("cpu"), "gloo"
     try:
         # A process alone needs no port: a store in memory cannot collide with another run on the machine.
-        store = dist.HashStore() if size == 1 else _meet(rank, size)
+        store = dist.HashStore() if size == 1 else _meet(rank, size, patience_seconds)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
     except dist.DistError as error:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -140,10 +143,32 @@ def start() -> World:
     return World(rank, size, device, store)
 
 
-def _meet(rank: int, size: int) -> dist.Store:
-    """The store of all processes, at the address that the launcher gave."""
-    store, *_ = next(dist.rendezvous("env://", rank, size, timeout=COLLECTIVE_TIMEOUT))
+def node_key(rank: int) -> str:
+    """Under which the name of a process's node lies in the store of a world of several."""
+    return f"node of process {rank}"
+
+
+def _meet(rank: int, size: int, patience_seconds: float) -> dist.Store:
+    """The store of all processes, at the address that the launcher gave, once all have come."""
+    patience = datetime.timedelta(seconds=patience_seconds)
+    store, *_ = next(dist.rendezvous("env://", rank, size, timeout=patience))
     store.set_timeout(COLLECTIVE_TIMEOUT)
+    store.set(node_key(rank), os.uname().nodename)
+    if store.add("processes here", 1) == size:
+        store.set("all here", "")
+    begin = time.monotonic()
+    while not store.check(["all here"]):
+        waited = time.monotonic() - begin
+        if waited > patience_seconds:
+            missing = [other for other in range(size) if not store.check([node_key(other)])]
+            ranks = f"{', '.join(map(str, missing[:8]))}{' ...' if len(missing) > 8 else ''}"
+            error = HungError(
+                f"{len(missing)} of {size} processes have not come within {patience_seconds:g} s (ranks {ranks}); see "
+                "what keeps them on their nodes, and start the same job again."
+            )
+            error.already_reported = any(other not in missing for other in range(rank))
+            raise error
+        time.sleep(min(1.0, 0.01 + waited / 10))
     return store
 
 

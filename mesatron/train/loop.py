@@ -61,18 +61,19 @@ def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow
     PreemptedError; `stop_at_step` saves there and raises StoppedEarly. Faults are raised as mesatron.errors has them.
     In every case attempts.jsonl says how the attempt ended.
     """
-    world = distributed.start()
+    world = distributed.start(config.train.watchdog_seconds)
     run = Run(config, stop)
-    watchdog: Watchdog | None = None
+    stacks = config.run_folder / "stacks"
+    watchdog = Watchdog(world, config.train.watchdog_seconds, stacks / f"starting-rank-{world.rank}.txt", run.close)
     reason, exit_code, together = "finished", 0, True
     try:
+        watchdog.begin("opening the run", START_SECONDS)
         environment = world.from_first(lambda: describe_environment(world))
         local, passed_over = find_local(config, world)
         start = world.from_first(lambda: run.open(environment, allow_changes, local))
         start.notes.extend(passed_over)
         run.check_shared()
-        stacks = config.run_folder / "stacks" / f"{start.attempt}-rank-{world.rank}.txt"
-        watchdog = Watchdog(config.train.watchdog_seconds, stacks, run.close)
+        watchdog.path = stacks / f"{start.attempt}-rank-{world.rank}.txt"
         if stop_at_step and start.step >= stop_at_step and start.step < config.train.steps and not start.local:
             raise world.raised_by_all(stopped(start.step, config))
         if start.step < config.train.steps:
@@ -81,8 +82,7 @@ def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow
         elif world.is_first:
             Log().print(f"{config.run_folder} is complete: step {start.step} of {config.train.steps} is saved.")
     except BaseException as error:
-        if watchdog:
-            watchdog.leave_end_to_it()
+        watchdog.leave_end_to_it()
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal and a launcher may both have sent it
         fault = as_reported(error, config, world)
@@ -97,12 +97,11 @@ def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow
         if together:  # else no further collective: the others may be gone
             world.barrier()  # whoever leaves first ends the others, who may still be writing
             distributed.stop()
-        if watchdog:
-            watchdog.close()
+        watchdog.close()
 
 
 START_SECONDS = 1800.0
-"""The watchdog waits at least so long for what verifies shards or compiles kernels."""
+"""The watchdog waits at least so long for what verifies shards or compiles kernels, as long as all processes live."""
 PROBE_SEQUENCES = 8
 PROBE_TOLERANCES = {"fp32": 1e-4, "bf16": 2e-3}
 """Largest relative change of the probe's loss between saving and resuming: rounding of another layout."""

@@ -7,10 +7,12 @@ life are none of the watchdog's business.
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
 SABOTAGE = Path(__file__).with_name("sabotage.py")
 
@@ -41,9 +43,20 @@ def test_every_process_says_where_it_hangs(
     assert train(3, config).exit_code == 0
 
 
-def test_a_stopped_process(tmp_path: Path, odd_config: Callable, short_data: Path, run_of: Callable) -> None:
-    """It cannot end itself; the others do, and the launcher ends it."""
-    config = odd_config(tmp_path / "run", short_data, **{"train.watchdog_seconds": 8, "train.steps": 10_000})
+@pytest.mark.parametrize(
+    ("moment", "words"),
+    [
+        ("before all have met", "1 of 2 processes have not come within 6 s (ranks 1); see what keeps them"),
+        ("while the run is opened", "No sign of life has come from process 1 on "),
+        ("in a step", "No sign of life has come from process 1 on "),
+    ],
+)
+def test_a_stopped_process(
+    tmp_path: Path, odd_config: Callable, short_data: Path, run_of: Callable, moment: str, words: str
+) -> None:
+    """It cannot end itself; the others do, however long their phase may take, and the launcher ends it."""
+    config = odd_config(tmp_path / "run", short_data, **{"train.watchdog_seconds": 6, "train.steps": 10_000})
+    attempts = run_of(config).path / "attempts.jsonl"
     command = [sys.executable, "-m", "mesatron", "train", str(config), "--processes=2"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -51,19 +64,32 @@ def test_a_stopped_process(tmp_path: Path, odd_config: Callable, short_data: Pat
     )  # fmt: skip
     assert process.stdout is not None
     assert process.stderr is not None
-    assert any(line.startswith("step 2/") for line in process.stdout)
-    workers = psutil.Process(process.pid).children()
+    launcher = psutil.Process(process.pid)
+    wait_for(lambda: len(launcher.children()) == 2)
+    workers = launcher.children()
     first, second = sorted(workers, key=lambda worker: worker.environ()["RANK"])
+    if moment == "while the run is opened":
+        wait_for(attempts.exists)
+    elif moment == "in a step":
+        assert any(line.startswith("step 2/") for line in process.stdout)
     second.suspend()
     line = process.stderr.readline()
-    assert line.startswith("mesatron: Nothing has moved for 8 s on ")
+    assert line.startswith(f"mesatron: {words}"), line
     first.wait(60)
     second.resume()  # else the launcher kills it after 30 s
     process.communicate(timeout=60)
     assert process.returncode == 77
     assert psutil.wait_procs(workers, timeout=10)[1] == []
-    assert (run_of(config).path / "stacks/attempt-0001-rank-0.txt").exists()
-    assert run_of(config).attempts()[-1]["exit_code"] == 77
+    if moment != "before all have met":
+        assert (run_of(config).path / "stacks/attempt-0001-rank-0.txt").exists()
+        assert run_of(config).attempts()[-1]["exit_code"] == 77
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_long_phases_are_no_hanging(tmp_path: Path, odd_config: Callable, short_data: Path, world: Callable) -> None:

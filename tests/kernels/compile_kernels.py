@@ -1,4 +1,5 @@
-"""Compile the kernels for GPUs that need not be there: prints registers, spills and shared memory, a JSON line each.
+"""Compile the kernels for GPUs that need not be there: prints registers, spills, shared memory and loops that end by a
+condition (solves), a JSON line each.
 
     python tests/kernels/compile_kernels.py 90 80          what test_compiled.py looks at
     python tests/kernels/compile_kernels.py 90 80 --all    every kernel of every dtype, head size and chunk length
@@ -90,6 +91,7 @@ def compile_one(case, precision: str, head_size: int, chunk_length: int, capabil
         "spill_loads": len(re.findall(r"\bLDL\b", report)),
         "spill_stores": len(re.findall(r"\bSTL\b", report)),
         "shared_bytes": compiled.metadata.shared,
+        "solves": compiled.asm["ttir"].count("scf.while"),
     }
 
 

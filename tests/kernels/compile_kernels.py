@@ -9,10 +9,12 @@ Spilt registers show as bytes of stack and as instructions that load from and st
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import triton
@@ -98,9 +100,14 @@ def compile_one(case, precision: str, head_size: int, chunk_length: int, capabil
 def main(capabilities: list[int], everything: bool) -> None:
     precisions = {16: "bf16", 32: "tf32x3"}
     shapes = [(precisions[bits], size, length) for (bits, size), (length, _) in SHARED_BYTES.items()]
-    for capability, shape, case in itertools.product(capabilities, shapes, CASES):
-        if everything or shape == TRAINING or HUNGRIEST[shape] == case[0]:
-            print(json.dumps(compile_one(case, *shape, capability)), flush=True)
+    jobs = [
+        (case, *shape, capability)
+        for capability, shape, case in itertools.product(capabilities, shapes, CASES)
+        if everything or shape == TRAINING or HUNGRIEST[shape] == case[0]
+    ]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for report in pool.map(lambda job: compile_one(*job), jobs):
+            print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

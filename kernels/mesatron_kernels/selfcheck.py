@@ -236,6 +236,7 @@ def _compile_at_once(launches: Callable[[], object]) -> None:
     import triton
     from triton.runtime import JITFunction
 
+    # By the launches themselves, for the very variants: Triton's `preload` takes a constant "bf16" for a type.
     caller, run = threading.get_ident(), JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:

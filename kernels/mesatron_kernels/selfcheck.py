@@ -8,6 +8,7 @@ step and only ever by what it says, so processes that start together may all che
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import hashlib
 import json
@@ -15,10 +16,14 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,7 +87,8 @@ def selfcheck(force: bool = False, device: torch.device | str = "cuda") -> SelfC
 
 
 def _check_in_parallel(pairs: list[tuple[torch.dtype, int]], device: torch.device) -> None:
-    """Check each pair in a process of its own, which keeps the verdict: compiling takes most of the time.
+    """Check each pair in a process of its own, which keeps the verdict: compiling takes most of the time, a part of it
+    under Python's lock.
 
     A pair that leaves no verdict (a GPU may be lent to one process alone) is for the caller to check.
     """
@@ -149,7 +155,12 @@ def run_pair(dtype: torch.dtype, head_size: int, device: torch.device) -> PairCh
             torch.inference_mode(False),
             torch.autocast(device.type, enabled=False),
         ):
-            for case in (_one_hard_sequence, _documents_with_states, _decode_step):
+            if device.type == "cuda":
+                # In a context of its own: Triton leaves its mode set there if it is interrupted.
+                contextvars.copy_context().run(
+                    _compile_at_once, lambda: [case(dtype, head_size, device) for case in CASES]
+                )
+            for case in CASES:
                 for name, error in case(dtype, head_size, device).items():
                     errors[name] = max(error, errors.get(name, 0.0))
     except Exception as error:  # whatever a compiler or a driver may raise
@@ -212,6 +223,37 @@ def _decode_step(dtype: torch.dtype, head_size: int, device: torch.device) -> di
     given = [*tokens, inputs["lam"], *state]
     precise = [x.double() for x in given]
     return accuracy.relative_errors(step("triton", given, SOLVER), step("torch", precise, accuracy.EXACT))
+
+
+CASES = (_one_hard_sequence, _documents_with_states, _decode_step)
+
+
+def _compile_at_once(launches: Callable[[], object]) -> None:
+    """Compile every kernel that `launches` would launch, in as many threads as there are cores, and launch none.
+
+    Of 5 s for a kernel the compiler holds Python's lock for 0.3 s. What fails here does so again when it is launched.
+    """
+    import triton
+    from triton.runtime import JITFunction
+
+    # By the launches themselves, for the very variants: Triton's `preload` takes a constant "bf16" for a type.
+    caller, run = threading.get_ident(), JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+        return run(kernel, *args, warmup=warmup or threading.get_ident() == caller, **options)
+
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    try:
+        with (
+            suppress(Exception),
+            torch.autograd.set_multithreading_enabled(False),  # the backward pass launches from here too
+            triton.AsyncCompileMode(pool, ignore_errors=True),
+        ):
+            JITFunction.run = compile_only
+            launches()
+    finally:
+        JITFunction.run = run
+        pool.shutdown(cancel_futures=True)
 
 
 def machine(device: torch.device) -> dict[str, str]:

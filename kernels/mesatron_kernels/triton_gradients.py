@@ -8,6 +8,7 @@ import triton.language as tl
 from mesatron_kernels.triton_tiles import (
     FORGETS_ALL,
     input_product,
+    is_half,
     load_chunk,
     load_gates,
     load_rows,
@@ -46,8 +47,8 @@ def backward_inputs(
     chunk, head = tl.program_id(0), tl.program_id(1)
     tokens, valid = load_chunk(chunks, chunk, length, per_sequence, L)
     is_hard = tl.load(hard + chunk.to(tl.int64) * heads + head)
-    for HARD in tl.static_range(2):
-        if is_hard == HARD:
+    for HARD in tl.static_range(2 if is_half(PRECISION) else 1):  # 32 bits have no low terms
+        if is_hard == HARD or not is_half(PRECISION):
             _backward_inputs(
                 k, v, beta, summed, q_high, q_low, q_size, e_high, e_low, e_size, e, dH_high, dH_low, dH_scale,
                 dG_high, dG_low, dG_scale, dk, dv, dbeta, chunk, head, tokens, valid, heads,

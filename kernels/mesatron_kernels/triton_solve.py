@@ -124,8 +124,8 @@ def solve_forward(
     chunk, head = tl.program_id(0), tl.program_id(1)
     tokens, valid = load_chunk(chunks, chunk, length, per_sequence, L)
     is_hard = tl.load(hard + chunk.to(tl.int64) * heads + head)
-    for HARD in tl.static_range(2):
-        if is_hard == HARD:
+    for HARD in tl.static_range(2 if is_half(PRECISION) else 1):  # 32 bits have no low terms
+        if is_hard == HARD or not is_half(PRECISION):
             _solve_forward(
                 q, k, v, beta, summed, lam, H_high, H_low, H_scale, G_high, G_low, G_scale, q_high, q_low, q_size, o,
                 steps, residual, chunk, head, tokens, valid, heads, max_steps, tolerance,
@@ -202,8 +202,8 @@ def solve_backward(
     chunk, head = tl.program_id(0), tl.program_id(1)
     tokens, valid = load_chunk(chunks, chunk, length, per_sequence, L)
     is_hard = tl.load(hard + chunk.to(tl.int64) * heads + head)
-    for HARD in tl.static_range(2):
-        if is_hard == HARD:
+    for HARD in tl.static_range(2 if is_half(PRECISION) else 1):  # 32 bits have no low terms
+        if is_hard == HARD or not is_half(PRECISION):
             _solve_backward(
                 e, k, v, beta, summed, lam, H_high, H_low, H_scale, G_high, G_low, G_scale, q_high, q_low, q_size,
                 e_high, e_low, e_size, dq, row_sums, dlam, largest, chunk, head, tokens, valid, heads, max_steps,

@@ -1,4 +1,5 @@
-"""Compile the kernels for GPUs that need not be there: prints registers, spills and shared memory, a JSON line each.
+"""Compile the kernels for GPUs that need not be there: prints registers, spills, shared memory and loops that end by a
+condition (solves), a JSON line each.
 
     python tests/kernels/compile_kernels.py 90 80          what test_compiled.py looks at
     python tests/kernels/compile_kernels.py 90 80 --all    every kernel of every dtype, head size and chunk length
@@ -8,10 +9,12 @@ Spilt registers show as bytes of stack and as instructions that load from and st
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import triton
@@ -90,15 +93,21 @@ def compile_one(case, precision: str, head_size: int, chunk_length: int, capabil
         "spill_loads": len(re.findall(r"\bLDL\b", report)),
         "spill_stores": len(re.findall(r"\bSTL\b", report)),
         "shared_bytes": compiled.metadata.shared,
+        "solves": compiled.asm["ttir"].count("scf.while"),
     }
 
 
 def main(capabilities: list[int], everything: bool) -> None:
     precisions = {16: "bf16", 32: "tf32x3"}
     shapes = [(precisions[bits], size, length) for (bits, size), (length, _) in SHARED_BYTES.items()]
-    for capability, shape, case in itertools.product(capabilities, shapes, CASES):
-        if everything or shape == TRAINING or HUNGRIEST[shape] == case[0]:
-            print(json.dumps(compile_one(case, *shape, capability)), flush=True)
+    jobs = [
+        (case, *shape, capability)
+        for capability, shape, case in itertools.product(capabilities, shapes, CASES)
+        if everything or shape == TRAINING or HUNGRIEST[shape] == case[0]
+    ]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for report in pool.map(lambda job: compile_one(*job), jobs):
+            print(json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

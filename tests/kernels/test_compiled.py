@@ -58,6 +58,11 @@ def test_tabulated_needs_are_those_of_a_fresh_compile(reports: list[dict]) -> No
     assert needs == {(*key, length): need for key, (length, need) in SHARED_BYTES.items()}
 
 
+def test_only_16_bits_compile_code_for_low_terms(reports: list[dict]) -> None:
+    solves = {(r["precision"], r["solves"]) for r in reports if r["kernel"] == "solve_backward"}
+    assert solves == {("bf16", 2), ("tf32x3", 1)}
+
+
 @pytest.mark.parametrize("available", [CONSUMER_BYTES, *DEVICE_BYTES.values()])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("head_size", [16, 64, 80, 128])

@@ -3,6 +3,9 @@ not; what it finds is kept, read back and obeyed by `resolve`. The GPU behind ke
 
 import importlib
 import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -75,6 +78,51 @@ def test_a_value_that_is_not_finite_and_a_crash_are_failures(replace_triton) -> 
 
     replace_triton(crash)
     assert module.run_pair(torch.float32, 16, DEVICE).failure == "RuntimeError: out of resources: shared memory"
+
+
+COMPILE_WITHOUT_A_GPU = """
+import importlib, threading, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction
+from mesatron_kernels.triton_gradients import backward_gates
+from mesatron_kernels.triton_states import combine
+
+class Hopper:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+triton.runtime.driver.set_active(Hopper())
+module = importlib.import_module("mesatron_kernels.selfcheck")
+x, first_piece = torch.ones(64), torch.ones(2, dtype=torch.int32)
+threads, left, run = set(), [], JITFunction.run
+
+def launches(warmup):
+    for lengths in (64, 7), (3, 1):  # as specialised: two kernels
+        backward_gates.run(*[x] * 7, None, *lengths, 2, BLOCK_HEADS=16, L=16, grid=(1,), warmup=warmup)
+    for pieces in x, first_piece:  # the first cannot be compiled
+        combine.run(x, x, x[1:], x, pieces, 2, 64, BACKWARD=False, BLOCK=16, grid=(1,), warmup=warmup)
+
+def kept(kernel):
+    return len(kernel.device_caches[0][0])
+
+triton.knobs.compilation.listener = lambda **_: threads.add(threading.get_ident())
+module._compile_at_once(lambda: launches(warmup=False))
+assert JITFunction.run is run
+print(kept(backward_gates), kept(combine), threading.get_ident() in threads)
+triton.knobs.runtime.jit_cache_hook = lambda **asked: left.append(asked["fn"].name) or True
+launches(warmup=True)
+print(left)
+"""
+
+
+def test_kernels_are_compiled_in_threads_for_the_launches_that_follow(tmp_path: Path) -> None:
+    """Really compiled; the driver, which is never asked to launch, is made up. What cannot be compiled is left."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILE_WITHOUT_A_GPU]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["2 1 False", "['combine']"]
 
 
 def test_without_a_gpu_there_is_nothing_to_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,15 @@ On a GPU as they are; elsewhere through Triton's interpreter, which rounds bfloa
 those of a GPU.
 """
 
+from itertools import accumulate
+
 import pytest
 import torch
 import torch.nn.functional as F
 from mesatron_kernels import MesaState, mesa, triton_chunkwise
+from mesatron_kernels.bench import Clock
 from torch.library import opcheck
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -116,6 +120,50 @@ def test_long_sequences_are_scanned_in_pieces(dtype, options, documents):
     bounds = None if cu is None else torch.tensor(cu, device=DEVICE)
     assert triton_chunkwise._layout(inputs[1], inputs[2], bounds).first_piece is not None
     check(inputs, cu=cu, residual=1e-7 if dtype == torch.float32 else 1e-5, tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, {"sequences": 5}), (torch.bfloat16, {"keys": "identical", "gate": -0.001})],
+    ids=["states", "16 bits, identical keys"],
+)
+def test_a_batch_is_worked_through_in_parts(dtype, options):
+    """The last one smaller."""
+    heads = 8 if DEVICE == "cpu" else 33
+    inputs = make_inputs((5, 70, heads, 16, 32), dtype=dtype, **options)
+    rows = [part.rows.stop - part.rows.start for part in triton_chunkwise._parts(inputs[1], inputs[2], None)]
+    assert len(rows) > 1
+    assert rows[-1] < rows[0]
+    check(inputs, residual=1e-7 if dtype == torch.float32 else 1e-5, tolerance=TOLERANCE[dtype])
+
+
+def allocated_bytes(run):
+    """Memory that a call takes at most beside what is there before."""
+    if DEVICE == "cuda":
+        return Clock(torch.device(DEVICE)).peak_mib(run) * 2**20
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    changes = [x.nbytes() for x in profiler.profiler.kineto_results.events() if x.name() == "[memory]"]
+    return max(accumulate(changes))
+
+
+def test_memory_does_not_grow_with_what_is_not_kept():
+    """In the room of one of q, k and v: o, both terms of q* and of e*, dv; half as much for the keys of two rows of four,
+    and four times as much for the two terms of their states. dq, dk and cotangents of states lie where others did.
+    """
+    heads = 4 if DEVICE == "cpu" else torch.cuda.get_device_properties(DEVICE).multi_processor_count // 4
+    inputs = [x.requires_grad_() for x in make_inputs((4, 256, heads, 128, 128), dtype=torch.bfloat16)]
+    parts = triton_chunkwise._parts(inputs[1], inputs[2], None)
+    assert len(parts) == 2
+    call(inputs).sum().backward()  # compiles
+
+    def forward_and_backward():
+        torch.autograd.grad(call(inputs), inputs, torch.ones_like(inputs[2]))
+
+    rows = inputs[2].numel() * inputs[2].element_size()
+    states = 4 * (parts[0].layout.chunk_count + 1) * heads * 128 * 128 * 2
+    gates = 12 * inputs[4].numel() * 4
+    assert allocated_bytes(forward_and_backward) <= 7.5 * rows + states + gates
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1e4])

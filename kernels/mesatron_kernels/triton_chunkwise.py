@@ -87,8 +87,8 @@ def mesa(
     """Triton form of `mesatron_kernels.mesa`, where the arguments are described; `chunk_size` is not used.
 
     With 16-bit inputs k is taken in float16: beta |k| must stay below some 10,000, and beta |k|^2 not far below
-    lambda / 1000 (in the Mesa layer |k| is 1). The gradient of the
-    initial H, which is symmetric, is the symmetric part.
+    lambda / 1000 (in the Mesa layer |k| is 1). The gradient of the initial H, which is symmetric, is the symmetric
+    part.
 
     Raises ValueError for tensors off the GPU, float64, several dtypes, or heads that the kernels do not hold.
     """
@@ -165,7 +165,7 @@ def _backward(
     log_gamma, beta, lam = (x.float().contiguous() for x in (log_gamma, beta, lam))
     heads, shape = k.shape[2], _shape(k, v)
     q_star, e_star = Solution(q_high, q_low, q_size), _solution(k)
-    # dk takes the room of the low terms of e*, each program that of its own rows.
+    # Each program of backward_inputs writes dk where the low terms of its own rows of e* were.
     dk = e_star.low.view(v.dtype) if len(e_star.low) else torch.empty_like(k)
     dv, dlog_gamma, dbeta = torch.empty_like(v), torch.empty_like(beta), torch.empty_like(beta)
     dlam = lam.new_empty(len(norms), *lam.shape)
@@ -217,6 +217,7 @@ def _backward(
 
     for part in _parts(k, v, cu_seqlens):
         differentiate(*part)
+    # e* in the room of its own high terms.
     dq = torch.mul(e_star.high, e_star.size[..., None], out=e_star.high.view(v.dtype))
     dH_0, dG_0 = (lam.new_empty(0) if x is None else x for x in initial)
     return dq, dk, dv, dlog_gamma, dbeta, dlam.sum(0), dH_0.mul_(-0.5), dG_0

@@ -147,8 +147,8 @@ def allocated_bytes(run):
 
 
 def test_states_of_one_part_are_held_at_a_time(monkeypatch):
-    """In units of q: o and two terms of q*, one and a half of keys at most, final states; then two terms of e*, dv and
-    keys of a part. dq, dk and the cotangents of states take no room of their own.
+    """Beside states: forward o, two terms of q* and keys of at most both parts; backward two terms of e*, dv and keys of
+    one part. dq, dk and the cotangents of states take no room of their own.
     """
     monkeypatch.setattr(triton_chunkwise, "_processors", lambda _: 4)
     inputs = [x.requires_grad_() for x in make_inputs((4, 256, 1, 128, 128), dtype=torch.bfloat16)]

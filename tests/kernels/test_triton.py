@@ -147,7 +147,7 @@ def allocated_bytes(run):
 
 
 def test_states_of_one_part_are_held_at_a_time(monkeypatch):
-    """Beside states: forward o, two terms of q* and keys of at most both parts; backward two terms of e*, dv and keys of
+    """Beside states: forward o, two terms of q* and keys of both parts at most; backward two terms of e*, dv, keys of
     one part. dq, dk and the cotangents of states take no room of their own.
     """
     monkeypatch.setattr(triton_chunkwise, "_processors", lambda _: 4)

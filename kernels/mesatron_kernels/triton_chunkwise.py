@@ -2,11 +2,13 @@
 
 Forward: states before every chunk, then one program per chunk and head solves for q* and reads o off. Backward: the
 states again (kept, they would take 2.7 times the room of q, k and v), e* by a second solve, the states' cotangents from
-back to front, and the gradients of the inputs chunk by chunk.
+back to front, and the gradients of the inputs chunk by chunk. Both go through the batch in parts of some rows, whose
+states alone are held at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -43,12 +45,20 @@ class Layout(NamedTuple):
     first_piece: Tensor | None  # int32 [sequences + 1], if S counts pieces
 
 
+class Part(NamedTuple):
+    """A share of the batch that is worked on at a time."""
+
+    rows: slice  # of the batch; sequences too
+    chunks: slice
+    layout: Layout  # of these rows
+
+
 class States(NamedTuple):
-    """States of all chunks [c, heads, E, D], as scale (high + low)."""
+    """States at the chunks' bounds [c + 1, heads, E, D], as scale (high + low)."""
 
     high: Tensor
     low: Tensor
-    scale: Tensor  # float32 [c, heads]
+    scale: Tensor  # float32 [c + 1, heads]
 
 
 class Solution(NamedTuple):
@@ -77,8 +87,8 @@ def mesa(
     """Triton form of `mesatron_kernels.mesa`, where the arguments are described; `chunk_size` is not used.
 
     With 16-bit inputs k is taken in float16: beta |k| must stay below some 10,000, and beta |k|^2 not far below
-    lambda / 1000 (in the Mesa layer |k| is 1). The gradient of the
-    initial H, which is symmetric, is the symmetric part.
+    lambda / 1000 (in the Mesa layer |k| is 1). The gradient of the initial H, which is symmetric, is the symmetric
+    part.
 
     Raises ValueError for tensors off the GPU, float64, several dtypes, or heads that the kernels do not hold.
     """
@@ -90,6 +100,7 @@ def mesa(
 
 _Twelve = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 _Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+_Pair = tuple[Any, ...]  # tensors or None, of H and of G
 
 
 @custom_op("mesatron::mesa_forward", mutates_args=())
@@ -97,135 +108,173 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor, beta: Tensor, lam: Tensor, H_0: Tensor | None,
     G_0: Tensor | None, cu_seqlens: Tensor | None, max_steps: int, tolerance: float,
 ) -> _Twelve:  # fmt: skip
-    """o, final H and G, steps, residual, and what the backward pass needs: keys, summed, norms, largest, q*."""
+    """o, final H and G, steps, residual, and what the backward pass needs: summed, norms, both largest, q*."""
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     log_gamma, beta, lam = (x.float().contiguous() for x in (log_gamma, beta, lam))
-    layout, shape = _layout(k, v, cu_seqlens), _shape(k, v)
-    table = (layout.chunks, layout.length, layout.per_sequence, k.shape[2])
-    keys = torch.empty_like(k, dtype=torch.float16) if k.dtype == torch.bfloat16 else k.new_empty(0)
-    summed, norms = torch.empty_like(beta), beta.new_empty(layout.chunk_count, k.shape[2], 2)
-    largest = beta.new_empty(2, layout.chunk_count, k.shape[2])
-    triton_states.prepare[(layout.chunk_count, k.shape[2])](
-        k, v, log_gamma, beta, keys if len(keys) else None, summed, norms, largest, *table, **shape, num_warps=8
-    )  # fmt: skip
-    k = keys if len(keys) else k
-    H, G, hard, H_last, G_last, _ = _states(k, v, beta, summed, norms, largest, lam, H_0, G_0, layout)
-    if layout.first_piece is not None:
-        ends = layout.first_piece[1:] - 1
-        H_last, G_last = H_last[ends], G_last[ends]
+    heads, shape, parts = k.shape[2], _shape(k, v), _parts(k, v, cu_seqlens)
+    chunk_count = sum(part.layout.chunk_count for part in parts)
+    summed, norms = torch.empty_like(beta), beta.new_empty(chunk_count, heads, 2)
+    largest_k, largest_v = (beta.new_empty(chunk_count, heads) for _ in range(2))
+    H_last, G_last = (beta.new_empty(_sequences(k, cu_seqlens), heads, x.shape[-1], k.shape[-1]) for x in (k, v))
     solution = _solution(k)
     o, steps, residual = torch.empty_like(v), torch.empty_like(beta, dtype=torch.int32), torch.empty_like(beta)
-    triton_solve.solve_forward[(layout.chunk_count, k.shape[2])](
-        q, k, v, beta, summed, lam, *H, *G, hard, *solution, o, steps, residual, *table, max_steps, tolerance,
-        **shape, num_warps=4, num_stages=1,
-    )  # fmt: skip
-    return o, H_last, G_last, steps, residual, keys, summed, norms, largest, *solution
+
+    def solve(rows: slice, chunks: slice, layout: Layout) -> None:
+        table = (layout.chunks, layout.length, layout.per_sequence, heads)
+        of_chunks = (norms[chunks], largest_k[chunks], largest_v[chunks])
+        keys = torch.empty_like(k[rows], dtype=torch.float16) if k.dtype == torch.bfloat16 else None
+        triton_states.prepare[(layout.chunk_count, heads)](
+            k[rows], v[rows], log_gamma[rows], beta[rows], keys, summed[rows], *of_chunks, *table, **shape, num_warps=8
+        )  # fmt: skip
+        pairs = (k[rows] if keys is None else keys, v[rows], beta[rows], summed[rows])
+        ends: _Pair = (H_last[rows], G_last[rows])
+        H, G, hard, ends, _ = _states(*pairs, *of_chunks, lam, _cut((H_0, G_0), rows), ends, layout)
+        if layout.first_piece is not None:
+            for whole, of_pieces in zip((H_last, G_last), ends, strict=True):
+                whole[rows] = of_pieces[layout.first_piece[1:] - 1]
+        triton_solve.solve_forward[(layout.chunk_count, heads)](
+            q[rows], *pairs, lam, *H, *G, hard, *_cut(solution, rows), o[rows], steps[rows], residual[rows], *table,
+            max_steps, tolerance, **shape, num_warps=4, num_stages=1,
+        )  # fmt: skip
+
+    for part in parts:
+        solve(*part)
+    return o, H_last, G_last, steps, residual, summed, norms, largest_k, largest_v, *solution
 
 
 @_forward.register_fake
 def _(q, k, v, log_gamma, beta, lam, H_0, G_0, cu_seqlens, max_steps, tolerance):
-    (B, T, heads, D), E = k.shape, v.shape[-1]
-    documents = B if cu_seqlens is None else len(cu_seqlens) - 1
+    B, T, heads, D = k.shape
     chunks = get_ctx().new_dynamic_size() if cu_seqlens is not None else B * -(-T // _chunk_length(k, v))
     gates = beta.new_empty(B, T, heads, dtype=torch.float32)
-    states = gates.new_empty(documents, heads, D, D), gates.new_empty(documents, heads, E, D)
-    keys = k.new_empty(k.shape, dtype=torch.float16) if k.dtype == torch.bfloat16 else k.new_empty(0)
-    chunkwise = gates.new_empty(chunks, heads, 2), gates.new_empty(2, chunks, heads)
+    last = (gates.new_empty(_sequences(k, cu_seqlens), heads, x.shape[-1], D) for x in (k, v))
+    of_chunks = (gates.new_empty(chunks, heads, *pair) for pair in ((2,), (), ()))
     steps = torch.empty_like(gates, dtype=torch.int32)
-    return v.new_empty(v.shape), *states, steps, gates, keys, torch.empty_like(gates), *chunkwise, *_solution(k)
+    return v.new_empty(v.shape), *last, steps, gates, torch.empty_like(gates), *of_chunks, *_solution(k)
 
 
 @custom_op("mesatron::mesa_backward", mutates_args=())
 def _backward(
     e: Tensor, dH_last: Tensor | None, dG_last: Tensor | None, k: Tensor, v: Tensor, log_gamma: Tensor, beta: Tensor,
     lam: Tensor, H_0: Tensor | None, G_0: Tensor | None, cu_seqlens: Tensor | None, summed: Tensor, norms: Tensor,
-    largest: Tensor, q_high: Tensor, q_low: Tensor, q_size: Tensor, max_steps: int, tolerance: float,
+    largest_k: Tensor, largest_v: Tensor, q_high: Tensor, q_low: Tensor, q_size: Tensor, max_steps: int,
+    tolerance: float,
 ) -> _Eight:  # fmt: skip
-    """Gradients of q, k, v, log_gamma, beta, lam and of both initial states; k is as the forward pass left it."""
+    """Gradients of q, k, v, log_gamma, beta, lam and of both initial states, empty where there are none."""
     e, k, v = e.contiguous(), k.contiguous(), v.contiguous()
-    dq = torch.empty_like(k, dtype=v.dtype)
     log_gamma, beta, lam = (x.float().contiguous() for x in (log_gamma, beta, lam))
-    layout, shape, heads = _layout(k, v, cu_seqlens), _shape(k, v), k.shape[2]
-    table, q_star = (layout.chunks, layout.length, layout.per_sequence), Solution(q_high, q_low, q_size)
-    H, G, hard, H_last, G_last, decay = _states(k, v, beta, summed, norms, largest, lam, H_0, G_0, layout)
-    e_star, row_sums = _solution(k), torch.empty_like(beta)
-    dlam, added = lam.new_empty(layout.chunk_count, *lam.shape), torch.empty_like(largest)
-    triton_solve.solve_backward[(layout.chunk_count, heads)](
-        e, k, v, beta, summed, lam, *H, *G, hard, *q_star, *e_star, dq, row_sums, dlam, added,
-        *table, heads, max_steps, tolerance, **shape, num_warps=4, num_stages=1,
-    )  # fmt: skip
+    heads, shape = k.shape[2], _shape(k, v)
+    q_star, e_star = Solution(q_high, q_low, q_size), _solution(k)
+    # Each program of backward_inputs writes dk where the low terms of its own rows of e* were.
+    dk = e_star.low.view(v.dtype) if len(e_star.low) else torch.empty_like(k)
+    dv, dlog_gamma, dbeta = torch.empty_like(v), torch.empty_like(beta), torch.empty_like(beta)
+    dlam = lam.new_empty(len(norms), *lam.shape)
+    final = (
+        None if dH_last is None else -(dH_last + dH_last.mT).float().contiguous(),
+        None if dG_last is None else dG_last.float().contiguous(),
+    )
+    initial = tuple(None if x is None else lam.new_empty(x.shape) for x in (H_0, G_0))
 
-    def cotangents(forward: States, final: Tensor | None, last: Tensor, is_H: bool) -> tuple[States, Tensor, Tensor]:
-        # The high terms of the forward states give their room to the cotangents.
-        states = States(forward.high, torch.empty_like(forward.low), torch.empty_like(forward.scale))
-        before, across = torch.empty_like(last), torch.empty_like(forward.scale)
-        state_rows = {"E": last.shape[-2], "BLOCK_E": _block(last.shape[-2], k)}
+    def differentiate(rows: slice, chunks: slice, layout: Layout) -> None:
+        table = (layout.chunks, layout.length, layout.per_sequence, heads)
+        of_chunks = (norms[chunks], largest_k[chunks], largest_v[chunks])
+        pairs = (k[rows].to(_state_type(k)), v[rows], beta[rows], summed[rows])
+        solved, gradient = (*_cut(q_star, rows), *_cut(e_star, rows)), e[rows]
+        finals, initials = _cut(final, rows), _cut(initial, rows)
+        ends: _Pair = tuple(None if x is None else torch.empty_like(x) for x in finals)
+        H, G, hard, ends, decay = _states(*pairs, *of_chunks, lam, _cut((H_0, G_0), rows), ends, layout)
+        row_sums, added = torch.empty_like(beta[rows]), beta.new_empty(2, layout.chunk_count, heads)
+        triton_solve.solve_backward[(layout.chunk_count, heads)](
+            gradient, *pairs, lam, *H, *G, hard, *solved, row_sums, dlam[chunks], added, *table, max_steps, tolerance,
+            **shape, num_warps=4, num_stages=1,
+        )  # fmt: skip
+        # A state before a chunk is the one after the chunk before it, and gives its room to its cotangent.
+        after = [x[1:] for x in (*H, *G)]
 
-        def scan(final: Tensor | None, across: Tensor | None) -> None:
-            triton_states.backward_states[(layout.scan_count, heads)](
-                e, *q_star, *e_star, summed, added[0 if is_H else 1], final, *states, before, *forward[1:], last, hard,
-                across, *layout[1:5], heads, IS_H=is_H, **_shape(k, v) | state_rows, **_wide(last.shape[-2]),
+        def scan(finals: _Pair, initials: _Pair, across: _Pair) -> None:
+            triton_states.backward_states[(layout.scan_count, heads, 2)](
+                gradient, *solved, summed[rows], *added, *finals, *after, *initials, *ends, hard, *across,
+                *layout[1:5], heads, **shape, **_wide(k, v),
             )  # fmt: skip
 
+        across = (torch.empty_like(hard, dtype=torch.float32), torch.empty_like(hard, dtype=torch.float32))
         if layout.first_piece is None or decay is None:
-            scan(final, across)
-            return states, before, across
-        scan(None, None)
-        scan(_entering(before, decay, final, layout.first_piece, backward=True), across)
-        return states, before[layout.first_piece[:-1]], across
+            scan(finals, initials, across)
+        else:
+            of_pieces = tuple(torch.empty_like(x) for x in ends)
+            scan((None, None), of_pieces, (None, None))
+            scan(_entering(of_pieces, decay, finals, layout.first_piece, backward=True), of_pieces, across)
+            for whole, first in zip(initials, of_pieces, strict=True):
+                if whole is not None:
+                    whole.copy_(first[layout.first_piece[:-1]])
+        triton_gradients.backward_inputs[(layout.chunk_count, heads)](
+            *pairs, *solved, gradient, *after, hard, dk[rows], dv[rows], dbeta[rows], *table, **shape, **_wide(k, v)
+        )  # fmt: skip
+        triton_gradients.backward_gates[(layout.chunk_count, -(-heads // BLOCK_HEADS))](
+            log_gamma[rows], beta[rows], row_sums, dbeta[rows], *across, dlog_gamma[rows], *table,
+            BLOCK_HEADS=BLOCK_HEADS, L=shape["L"], num_warps=4,
+        )  # fmt: skip
 
-    final_H = None if dH_last is None else -(dH_last + dH_last.mT).float().contiguous()
-    dH, dH_0, across_H = cotangents(H, final_H, H_last, True)
-    del H
-    dG, dG_0, across_G = cotangents(G, None if dG_last is None else dG_last.float().contiguous(), G_last, False)
-    del G
-    dk, dv = torch.empty_like(dq), torch.empty_like(v)  # not before the forward states have gone
-    dlog_gamma, dbeta = torch.empty_like(beta), torch.empty_like(beta)
-    triton_gradients.backward_inputs[(layout.chunk_count, heads)](
-        k, v, beta, summed, *q_star, *e_star, e, *dH, *dG, hard, dk, dv, dbeta,
-        *table, heads, **shape, **_wide(max(k.shape[-1], v.shape[-1])),
-    )  # fmt: skip
-    triton_gradients.backward_gates[(layout.chunk_count, -(-heads // BLOCK_HEADS))](
-        log_gamma, beta, row_sums, dbeta, across_H, across_G, dlog_gamma, *table, heads,
-        BLOCK_HEADS=BLOCK_HEADS, L=shape["L"], num_warps=4,
-    )  # fmt: skip
-    return dq, dk, dv, dlog_gamma, dbeta, dlam.sum(0), -0.5 * dH_0, dG_0
+    for part in _parts(k, v, cu_seqlens):
+        differentiate(*part)
+    # e* in the room of its own high terms.
+    dq = torch.mul(e_star.high, e_star.size[..., None], out=e_star.high.view(v.dtype))
+    dH_0, dG_0 = (lam.new_empty(0) if x is None else x for x in initial)
+    return dq, dk, dv, dlog_gamma, dbeta, dlam.sum(0), dH_0.mul_(-0.5), dG_0
 
 
 @_backward.register_fake
-def _(e, dH, dG, k, v, log_gamma, beta, lam, H_0, G_0, cu_seqlens, *_):
-    (B, _, heads, D), E = k.shape, v.shape[-1]
-    documents = B if cu_seqlens is None else len(cu_seqlens) - 1
-    states = (beta.new_empty(documents, heads, size, D, dtype=torch.float32) for size in (D, E))
+def _(e, dH, dG, k, v, log_gamma, beta, lam, H_0, G_0, *_):
     gates = (x.new_empty(x.shape, dtype=torch.float32) for x in (beta, beta, lam))
+    states = (lam.new_empty(0 if x is None else x.shape, dtype=torch.float32) for x in (H_0, G_0))
     return *(v.new_empty(x.shape) for x in (k, k, v)), *gates, *states
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: _Twelve) -> None:
-    _, k, v, log_gamma, beta, lam, H_0, G_0, cu_seqlens, ctx.max_steps, ctx.tolerance = inputs
-    keys, *rest = output[5:]
-    ctx.save_for_backward(keys if len(keys) else k, v, log_gamma, beta, lam, H_0, G_0, cu_seqlens, *rest)
+    _, *needed, ctx.max_steps, ctx.tolerance = inputs
+    ctx.save_for_backward(*needed, *output[5:])
     ctx.mark_non_differentiable(*output[3:])
     ctx.set_materialize_grads(False)
 
 
 def _gradient(ctx: Any, e: Tensor | None, dH: Tensor | None, dG: Tensor | None, *_: None) -> tuple:
-    k, v, log_gamma, beta, lam, H_0, *rest = ctx.saved_tensors
-    e = torch.zeros_like(v) if e is None else e
-    *inputs, dH_0, dG_0 = _backward(e, dH, dG, k, v, log_gamma, beta, lam, H_0, *rest, ctx.max_steps, ctx.tolerance)
-    start = (None, None) if H_0 is None else (dH_0, dG_0)
+    saved = ctx.saved_tensors
+    e = torch.zeros_like(saved[1]) if e is None else e
+    *inputs, dH_0, dG_0 = _backward(e, dH, dG, *saved, ctx.max_steps, ctx.tolerance)
+    start = (None, None) if saved[5] is None else (dH_0, dG_0)
     return *inputs, *start, None, None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_setup_context)
 
 
+def _parts(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> list[Part]:
+    """Cut the batch into as many rows as the scans of H and G fill the GPU with, which then take no longer than they
+    would over all rows at once. Documents are one part.
+    """
+    if cu_seqlens is not None:
+        return [Part(slice(None), slice(None), _layout(k, v, cu_seqlens))]
+    batch, heads, parts = k.shape[0], k.shape[2], []
+    # 8 warps that hold a state each fill a multiprocessor.
+    at_once = max(1, _processors(k) * 8 // _wide(k, v)["num_warps"] // (2 * heads))
+    for first in range(0, batch, at_once):
+        rows = slice(first, min(first + at_once, batch))
+        layout = _layout(k[rows], v[rows], None)
+        chunks = slice(rows.start * layout.per_sequence, rows.stop * layout.per_sequence)
+        parts.append(Part(rows, chunks, layout))
+    return parts
+
+
+def _sequences(k: Tensor, cu_seqlens: Tensor | None) -> int:
+    return k.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+
+
 def _layout(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Layout:
     """Cut the rows, or the documents in one row, into chunks."""
     batch, length, L = v.shape[0], v.shape[1], _chunk_length(k, v)
+    bounds = None
     if cu_seqlens is None:
-        per_sequence = -(-length // L)
-        bounds, longest = torch.arange(batch + 1, device=v.device) * length, per_sequence
+        longest = per_sequence = -(-length // L)
         whole = Layout(None, None, None, length, per_sequence, batch * per_sequence, batch, None)
     else:
         bounds = cu_seqlens.to(v.device).long()
@@ -239,6 +288,8 @@ def _layout(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Layout:
     piece = _piece_length(whole.chunk_count, longest, k)
     if piece is None:
         return whole
+    if bounds is None:
+        bounds = torch.arange(batch + 1, device=v.device) * length
     sequences, first_chunk, first_piece = _pieces(bounds, piece, L)
     return whole._replace(
         sequences=sequences, first_chunk=first_chunk, scan_count=len(sequences) - 1, first_piece=first_piece
@@ -274,52 +325,57 @@ def _processors(k: Tensor) -> int:
 
 
 def _states(
-    k: Tensor, v: Tensor, beta: Tensor, summed: Tensor, norms: Tensor, largest: Tensor, lam: Tensor,
-    H_0: Tensor | None, G_0: Tensor | None, layout: Layout,
-) -> tuple[States, States, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
+    k: Tensor, v: Tensor, beta: Tensor, summed: Tensor, norms: Tensor, largest_k: Tensor, largest_v: Tensor,
+    lam: Tensor, initial: _Pair, last: _Pair, layout: Layout,
+) -> tuple[States, States, Tensor, _Pair, Tensor | None]:  # fmt: skip
     """H and G before every chunk, which chunks are hard, H and G after every sequence or piece of one, and the decay
     over each piece.
+
+    initial: H and G before every sequence. last: room for H and G after it, if they are wanted; pieces get their own.
     """
     heads = k.shape[2]
     hard = torch.empty(layout.chunk_count, heads, dtype=torch.int32, device=k.device)
 
-    def empty(w: Tensor) -> tuple[States, Tensor]:
-        high = k.new_empty(layout.chunk_count, heads, w.shape[-1], k.shape[-1], dtype=_state_type(k))
-        states = States(high, _low_like(high), beta.new_empty(layout.chunk_count, heads))
-        return states, beta.new_empty(layout.scan_count, heads, w.shape[-1], k.shape[-1])
+    def empty(w: Tensor) -> States:
+        places = layout.chunk_count + 1  # after the last chunk there is a cotangent
+        high = k.new_empty(places, heads, w.shape[-1], k.shape[-1], dtype=_state_type(k))
+        return States(high, _low_like(high), beta.new_empty(places, heads))
 
-    (H, H_last), (G, G_last) = empty(k), empty(v)
+    H, G = empty(k), empty(v)
 
-    def scan(H_0: Tensor | None, G_0: Tensor | None, decay: Tensor | None) -> None:
+    def scan(initial: _Pair, last: _Pair, decay: Tensor | None) -> None:
         triton_states.forward_states[(layout.scan_count, heads, 2)](
-            k, v, beta, summed, norms, *largest, lam, H_0, G_0, *H, *G, hard, H_last, G_last, decay, *layout[1:5],
-            heads, HARDNESS, **_shape(k, v), **_wide(max(k.shape[-1], v.shape[-1])),
+            k, v, beta, summed, norms, largest_k, largest_v, lam, *initial, *H, *G, hard, *last, decay, *layout[1:5],
+            heads, HARDNESS, **_shape(k, v), **_wide(k, v),
         )  # fmt: skip
 
-    H_0, G_0 = (None if x is None else x.float().contiguous() for x in (H_0, G_0))
+    initial = tuple(None if x is None else x.float().contiguous() for x in initial)
     if layout.first_piece is None:
-        scan(H_0, G_0, None)
-        return H, G, hard, H_last, G_last, None
+        scan(initial, last, None)
+        return H, G, hard, last, None
     decay = beta.new_empty(layout.scan_count, heads)
-    scan(None, None, decay)
-    H_0, G_0 = (
-        _entering(added, decay, initial, layout.first_piece, backward=False)
-        for added, initial in ((H_last, H_0), (G_last, G_0))
-    )
-    scan(H_0, G_0, None)
-    return H, G, hard, H_last, G_last, decay
+    last = tuple(beta.new_empty(layout.scan_count, heads, w.shape[-1], k.shape[-1]) for w in (k, v))
+    scan((None, None), last, decay)
+    scan(_entering(last, decay, initial, layout.first_piece, backward=False), last, None)
+    return H, G, hard, last, decay
 
 
-def _entering(
-    added: Tensor, decay: Tensor, outer: Tensor | None, first_piece: Tensor, *, backward: bool
-) -> Tensor:  # fmt: skip
-    """The state that enters each piece; see `triton_states.combine`."""
-    _, heads, height, width = added.shape
-    result, size, block = torch.empty_like(added), height * width, 1024
-    triton_states.combine[(len(first_piece) - 1, heads, -(-size // block))](
-        added, decay, outer, result, first_piece, heads, size, BACKWARD=backward, BLOCK=block
-    )
-    return result
+def _entering(added: _Pair, decay: Tensor, outer: _Pair, first_piece: Tensor, *, backward: bool) -> _Pair:
+    """H and G, or their cotangents, that enter each piece; see `triton_states.combine`."""
+
+    def combine(added: Tensor, outer: Tensor | None) -> Tensor:
+        _, heads, height, width = added.shape
+        result, size, block = torch.empty_like(added), height * width, 1024
+        triton_states.combine[(len(first_piece) - 1, heads, -(-size // block))](
+            added, decay, outer, result, first_piece, heads, size, BACKWARD=backward, BLOCK=block
+        )
+        return result
+
+    return tuple(combine(*pair) for pair in zip(added, outer, strict=True))
+
+
+def _cut(tensors: Iterable[Tensor | None], rows: slice) -> tuple:
+    return tuple(None if x is None else x[rows] for x in tensors)
 
 
 def _solution(k: Tensor) -> Solution:
@@ -343,9 +399,9 @@ def _shape(k: Tensor, v: Tensor) -> dict[str, Any]:
     return sizes | {"L": _chunk_length(k, v), "PRECISION": _precision(v)}
 
 
-def _wide(size: int) -> dict[str, int]:
-    """Launch arguments of kernels that hold states or rows of `size` columns: 64 a group of 4 warps."""
-    return {"num_warps": 8 if size > 64 else 4, "num_stages": 1}
+def _wide(k: Tensor, v: Tensor) -> dict[str, int]:
+    """Launch arguments of kernels that hold whole states or rows: 64 columns a group of 4 warps."""
+    return {"num_warps": 8 if max(k.shape[-1], v.shape[-1]) > 64 else 4, "num_stages": 1}
 
 
 def _chunk_length(k: Tensor, v: Tensor) -> int:

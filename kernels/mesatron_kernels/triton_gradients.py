@@ -32,7 +32,7 @@ def backward_inputs(
     dH_high, dH_low, dH_scale,  # [c, heads, D, D]: minus twice the cotangent of H after the chunk
     dG_high, dG_low, dG_scale,  # [c, heads, E, D]: cotangent of G after the chunk
     hard,  # [c, heads] int32
-    dk, dv,  # [N, heads, D or E], written
+    dk, dv,  # [N, heads, D or E], written; dk may lie where e_low does
     dbeta,  # [N, heads] float32, written
     chunks, length, per_sequence,  # see load_chunk
     heads,
@@ -106,6 +106,7 @@ def _backward_inputs(
     dkeys += _of_solution(gain, q_high, q_low, tokens, valid, head, heads, columns, D, HARD, PRECISION)
     rows = key_query * e_factor[None, :]
     dkeys -= _of_solution(rows, e_high, e_low, tokens, valid, head, heads, columns, D, HARD, PRECISION)
+    tl.debug_barrier()  # what one thread overwrites another one may still read
     store_rows(dk, dkeys * gate[:, None], tokens, valid, head, heads, columns, D)
 
     dvalues = _by_rows(keys, dG_high, dG_low, index, values, columns, E, D, HARD, PRECISION)

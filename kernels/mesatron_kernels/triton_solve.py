@@ -183,7 +183,6 @@ def solve_backward(
     hard,  # [c, heads] int32
     q_high, q_low, q_size,  # q*, by solve_forward
     e_high, e_low, e_size,  # written: e* = (H + Lambda)^-1 G^T e
-    dq,  # [N, heads, D], written: e*
     row_sums,  # [N, heads] float32, written: e* . Lambda q*, the sum over s of all that token t saw
     dlam,  # [c, heads, D] float32, written: each chunk's part
     largest,  # [2, c, heads] float32, written: of q_size e_size, and of q_size |e|
@@ -206,7 +205,7 @@ def solve_backward(
         if is_hard == HARD or not is_half(PRECISION):
             _solve_backward(
                 e, k, v, beta, summed, lam, H_high, H_low, H_scale, G_high, G_low, G_scale, q_high, q_low, q_size,
-                e_high, e_low, e_size, dq, row_sums, dlam, largest, chunk, head, tokens, valid, heads, max_steps,
+                e_high, e_low, e_size, row_sums, dlam, largest, chunk, head, tokens, valid, heads, max_steps,
                 tolerance, D, E, BLOCK_D, BLOCK_E, L, HARD, PRECISION,
             )  # fmt: skip
 
@@ -214,7 +213,7 @@ def solve_backward(
 @triton.jit
 def _solve_backward(
     e, k, v, beta, summed, lam, H_high, H_low, H_scale, G_high, G_low, G_scale, q_high, q_low, q_size,
-    e_high, e_low, e_size, dq, row_sums, dlam, largest, chunk, head, tokens, valid, heads, max_steps, tolerance,
+    e_high, e_low, e_size, row_sums, dlam, largest, chunk, head, tokens, valid, heads, max_steps, tolerance,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     L: tl.constexpr, HARD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -250,7 +249,6 @@ def _solve_backward(
     x, _, _ = _conjugate_gradients(
         sides, high, low, scale, keys, weight, start, regular, max_steps, enough, HARD, PRECISION
     )
-    store_rows(dq, x * norm[:, None], tokens, valid, head, heads, columns, D)
     _, _, power = store_solution(
         e_high, e_low, e_size, x, norm, tokens, valid, head, heads, columns, D, HARD, PRECISION
     )

@@ -30,7 +30,7 @@ def prepare(
     keys,  # [N, heads, D] float16, written: k; or None
     summed,  # [N, heads] float32, written: log gamma summed from the chunk's start
     norms,  # [c, heads, 2] float32, written: Frobenius norm of the chunk's sum of beta k k^T, not decayed, and decayed
-    largest,  # [2, c, heads] float32, written: largest entries of beta k and beta v
+    largest_k, largest_v,  # [c, heads] float32, written: largest entries of beta k and beta v
     chunks, length, per_sequence,  # see load_chunk
     heads,
     D: tl.constexpr,
@@ -57,10 +57,9 @@ def prepare(
     gate = tl.load(beta + offsets, mask=valid, other=0.0)
     index = chunk.to(tl.int64) * heads + head
     tl.store(norms + 2 * index, _weighted_norm(overlaps, gate))
-    tl.store(largest + index, tl.max(gate * tl.max(tl.abs(rows.to(tl.float32)), 1), 0))
+    tl.store(largest_k + index, tl.max(gate * tl.max(tl.abs(rows.to(tl.float32)), 1), 0))
     rows = load_rows(v, tokens, valid, head, heads, tl.arange(0, BLOCK_E), E).to(tl.float32)
-    rows_before = tl.num_programs(0).to(tl.int64) * heads
-    tl.store(largest + rows_before + index, tl.max(gate * tl.max(tl.abs(rows), 1), 0))
+    tl.store(largest_v + index, tl.max(gate * tl.max(tl.abs(rows), 1), 0))
     gate *= tl.exp(tl.sum(gates, 0) - to_token)
     tl.store(norms + 2 * index + 1, _weighted_norm(overlaps, gate))
 
@@ -119,7 +118,7 @@ def forward_states(
     H_high, H_low, H_scale,  # [c, heads, D, D] and [c, heads], written by store_state: H before each chunk
     G_high, G_low, G_scale,  # [c, heads, E, D] and [c, heads], likewise
     hard,  # [c, heads] int32, written: whether the chunk is hard
-    final_H, final_G,  # [sequences, heads, D or E, D] float32, written
+    final_H, final_G,  # [sequences, heads, D or E, D] float32, written; or None
     decay,  # None; or [sequences, heads] float32, the decay over a sequence: then only it and `final` are written
     sequences,  # [sequences + 1] int32: bounds of sequences, or None: all of `length` tokens
     first_chunk,  # [sequences + 1] int32, or None
@@ -223,7 +222,8 @@ def _forward_states(
         state, unit = product(tl.trans(left), tl.trans(rest), keys, state, True, PRECISION), new_unit
         gate, total, keys, values = next_gate, next_total, next_keys, next_values
         added, overlap, decayed = next_added, next_overlap, next_decayed
-    tl.store(final + whole + place, state * unit, mask=inside)
+    if final is not None:
+        tl.store(final + whole + place, state * unit, mask=inside)
     if IS_H and (decay is not None):
         tl.store(decay + sequence * heads + head, kept)
 
@@ -254,22 +254,20 @@ def _load_pairs(
 
 @triton.jit
 def backward_states(
-    e,  # [N, heads, E], if not IS_H
+    e,  # [N, heads, E]
     q_high, q_low, q_size,  # q* [N, heads, D], by store_solution
-    e_high, e_low, e_size,  # e* likewise, if IS_H
+    e_high, e_low, e_size,  # e* likewise
     summed,  # [N, heads] float32
-    largest,  # [c, heads] float32: largest entry of what is added, but for decays
-    final,  # [sequences, heads, E, D] float32: cotangent after the last chunk, or None
-    high,  # [c, heads, E, D]: the forward state before each chunk, overwritten by the cotangent after it
-    low, scale,  # likewise [c, heads, E, D] and [c, heads], written by store_state
-    initial,  # [sequences, heads, E, D] float32, written: cotangent before the first chunk
-    S_low, S_scale,  # of the forward states
-    S_final,  # [sequences, heads, E, D] float32: the forward state after the last chunk
+    largest_H, largest_G,  # [c, heads] float32, by solve_backward: largest entries of what is added, but for decays
+    final_H, final_G,  # [sequences, heads, D or E, D] float32: cotangents after the last chunk, or None
+    H_high, H_low, H_scale,  # [c, heads, D, D] and [c, heads]: H after each chunk, overwritten by its cotangent there
+    G_high, G_low, G_scale,  # [c, heads, E, D] and [c, heads], likewise
+    initial_H, initial_G,  # [sequences, heads, D or E, D] float32, written: cotangents before the first chunk; or None
+    last_H, last_G,  # [sequences, heads, D or E, D] float32: H and G after the last chunk, or None if `final` is
     hard,  # [c, heads] int32
-    across,  # [c, heads] float32, written: cotangent . forward state after each chunk; None: only `initial` is written
+    across_H, across_G,  # [c, heads] float32, written: cotangent . state after each chunk; None: only `initial` is
     sequences, first_chunk, length, per_sequence,  # as in forward_states
     heads,
-    IS_H: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -277,7 +275,30 @@ def backward_states(
     L: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums decayed backwards in time, of e q*^T for G and of q* e*^T + e* q*^T for H."""
+    """Sums decayed backwards in time, of e q*^T for G and of q* e*^T + e* q*^T for H, by two programs as in
+    forward_states.
+    """
+    if tl.program_id(2) == 0:
+        _backward_states(
+            e_high, q_high, q_low, q_size, e_low, e_size, summed, largest_H, final_H, H_high, H_low, H_scale, initial_H,
+            last_H, hard, across_H, sequences, first_chunk, length, per_sequence, heads, True, D, D, BLOCK_D, BLOCK_D,
+            L, PRECISION,
+        )  # fmt: skip
+    else:
+        _backward_states(
+            e, q_high, q_low, q_size, e_low, e_size, summed, largest_G, final_G, G_high, G_low, G_scale, initial_G,
+            last_G, hard, across_G, sequences, first_chunk, length, per_sequence, heads, False, D, E, BLOCK_D, BLOCK_E,
+            L, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _backward_states(
+    right_rows, q_high, q_low, q_size, e_low, e_size, summed, largest, final, high, low, scale, initial, last, hard,
+    across, sequences, first_chunk, length, per_sequence, heads, IS_H: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, L: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The last chunk's place holds no forward state of this sequence: `last` has it."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     rows, columns = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D)
     begin, end, first, count = _bounds(sequences, first_chunk, sequence, length, per_sequence)
@@ -289,9 +310,10 @@ def backward_states(
         state = tl.load(final + whole + place, mask=inside, other=0.0)
         bound = tl.max(tl.max(tl.abs(state), 1), 0)
     if across is not None:
-        overlap = tl.sum(tl.sum(state * tl.load(S_final + whole + place, mask=inside, other=0.0), 1), 0)
+        overlap = 0.0
+        if last is not None:
+            overlap = tl.sum(tl.sum(state * tl.load(last + whole + place, mask=inside, other=0.0), 1), 0)
         tl.store(across + (first + count - 1).to(tl.int64) * heads + head, overlap, mask=count > 0)
-    right_rows = e_high if IS_H else e
     factor, total, solved, other, added, is_hard = _load_solved(
         right_rows, q_high, q_size, e_size, summed, largest, hard, begin, end, first, count - 1, head, heads, rows,
         columns, IS_H, D, E, L,
@@ -303,12 +325,12 @@ def backward_states(
             columns, IS_H, D, E, L,
         )  # fmt: skip
         index = (first + ahead).to(tl.int64) * heads + head
-        base = state_base(index, E, D)
+        before = state_base(index - heads, E, D)
         bound = _tightened(bound, state, unit, is_hard)
         if across is not None:
-            forward = tl.load(high + base + place, mask=inside, other=0.0)
-            S_unit = tl.load(S_scale + index)
-            tl.debug_barrier()  # what one thread overwrites another one may still read
+            forward = tl.load(high + before + place, mask=inside & (ahead > 0), other=0.0)
+            S_unit = tl.load(scale + index - heads, mask=ahead > 0, other=0.0)
+            tl.debug_barrier()  # what one thread overwrites another one may still read, from the turn before
             power = power_above(bound)
             state, unit = state * ratio(unit, power), power
             store_state(high, low, scale, state, unit, place, inside, index, is_hard, E, D, PRECISION)
@@ -332,12 +354,13 @@ def backward_states(
             overlap = tl.sum(tl.sum(state * forward.to(tl.float32), 1), 0)
             if is_half(PRECISION):
                 if is_hard:
-                    low_term = tl.load(S_low + base + place, mask=inside, other=0.0).to(tl.float32)
+                    low_term = tl.load(low + before + place, mask=inside & (ahead > 0), other=0.0).to(tl.float32)
                     overlap += tl.sum(tl.sum(state * low_term, 1), 0)
             tl.store(across + index - heads, overlap * unit * S_unit, mask=ahead > 0)
         factor, total, solved, other = next_factor, next_total, next_solved, next_other
         added, is_hard = next_added, next_is_hard
-    tl.store(initial + whole + place, state * unit, mask=inside)
+    if initial is not None:
+        tl.store(initial + whole + place, state * unit, mask=inside)
 
 
 @triton.jit

@@ -29,14 +29,14 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 # Sequences of one length, from an empty state.
 CONSTANTS = dict.fromkeys(("chunks", "sequences", "first_chunk"))
 CONSTANTS |= {"BLOCK_HEADS": 16}
+ENDLESS = dict.fromkeys(("final_H", "final_G", "initial_H", "initial_G", "last_H", "last_G"))
 # Name, kernel, constants, num_warps for heads up to 64 and beyond, num_stages: as triton_chunkwise launches them.
 CASES = [
     ("prepare", states.prepare, {}, (8, 8), 3),
-    ("forward_states", states.forward_states, {"initial_H": None, "initial_G": None, "decay": None}, (4, 8), 1),
+    ("forward_states", states.forward_states, ENDLESS | {"decay": None}, (4, 8), 1),
     ("solve_forward", solve.solve_forward, {}, (4, 4), 1),
     ("solve_backward", solve.solve_backward, {}, (4, 4), 1),
-    ("backward_states H", states.backward_states, {"IS_H": True, "final": None}, (4, 8), 1),
-    ("backward_states G", states.backward_states, {"IS_H": False, "final": None}, (4, 8), 1),
+    ("backward_states", states.backward_states, ENDLESS, (4, 8), 1),
     ("backward_inputs", gradients.backward_inputs, {}, (4, 8), 1),
     ("combine", states.combine, {"BACKWARD": False, "BLOCK": 1024}, (4, 4), 3),
     ("backward_gates", gradients.backward_gates, {}, (4, 4), 3),
@@ -54,9 +54,9 @@ HUNGRIEST = {
 def argument_types(precision: str) -> dict[str, str]:
     """Triton's names of the types of arguments that are not float32 pointers."""
     inputs, terms = ("*bf16", "*fp16") if precision == "bf16" else ("*fp32", "*fp32")
-    types = dict.fromkeys(("q", "v", "o", "e", "dq", "dk", "dv"), inputs)
-    types |= {f"{name}_{term}": terms for name in ("q", "e", "H", "G", "dH", "dG", "S") for term in ("high", "low")}
-    types |= dict.fromkeys(("k", "keys", "high", "low"), terms)
+    types = dict.fromkeys(("q", "v", "o", "e", "dk", "dv"), inputs)
+    types |= {f"{name}_{term}": terms for name in ("q", "e", "H", "G", "dH", "dG") for term in ("high", "low")}
+    types |= dict.fromkeys(("k", "keys"), terms)
     types |= dict.fromkeys(("hard", "steps", "first_piece"), "*i32")
     types |= dict.fromkeys(("length", "per_sequence", "heads", "max_steps", "size"), "i32")
     return types | dict.fromkeys(("tolerance", "hardness"), "fp32")
@@ -68,8 +68,8 @@ def compile_one(case, precision: str, head_size: int, chunk_length: int, capabil
     sizes = dict.fromkeys(("D", "E", "BLOCK_D", "BLOCK_E"), head_size) | {"L": chunk_length, "PRECISION": precision}
     constants = {key: value for key, value in (CONSTANTS | sizes | constants).items() if key in kernel.arg_names}
     types = argument_types(precision)
-    types["w"] = types["k" if constants.get("IS_H") else "v"]
-    types["k"] = types["v" if name == "prepare" else "k"]
+    if name == "prepare":
+        types["k"] = types["v"]
     signature = {n: "constexpr" if n in constants else types.get(n, "*fp32") for n in kernel.arg_names}
     positions = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n].startswith("*")}

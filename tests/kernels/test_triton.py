@@ -4,11 +4,15 @@ On a GPU as they are; elsewhere through Triton's interpreter, which rounds bfloa
 those of a GPU.
 """
 
+from itertools import accumulate
+
 import pytest
 import torch
 import torch.nn.functional as F
 from mesatron_kernels import MesaState, mesa, triton_chunkwise
+from mesatron_kernels.bench import Clock
 from torch.library import opcheck
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -116,6 +120,50 @@ def test_long_sequences_are_scanned_in_pieces(dtype, options, documents):
     bounds = None if cu is None else torch.tensor(cu, device=DEVICE)
     assert triton_chunkwise._layout(inputs[1], inputs[2], bounds).first_piece is not None
     check(inputs, cu=cu, residual=1e-7 if dtype == torch.float32 else 1e-5, tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, {"sequences": 3}), (torch.bfloat16, {"keys": "identical", "gate": -0.001})],
+    ids=["states", "16 bits, identical keys"],
+)
+def test_a_batch_is_worked_through_in_parts(dtype, options, monkeypatch):
+    """The last one smaller."""
+    monkeypatch.setattr(triton_chunkwise, "_processors", lambda _: 2)
+    inputs = make_inputs((3, 70, 1, 16, 32), dtype=dtype, **options)
+    parts = triton_chunkwise._parts(inputs[1], inputs[2], None)
+    assert [part.rows for part in parts] == [slice(0, 2), slice(2, 3)]
+    check(inputs, residual=1e-7 if dtype == torch.float32 else 1e-5, tolerance=TOLERANCE[dtype])
+
+
+def allocated_bytes(run):
+    """Memory that a call takes at most beside what is there before."""
+    if DEVICE == "cuda":
+        return Clock(torch.device(DEVICE)).peak_mib(run) * 2**20
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda x: x.start_ns())
+    return max(accumulate(x.nbytes() for x in events if x.name() == "[memory]"))
+
+
+def test_states_of_one_part_are_held_at_a_time(monkeypatch):
+    """Beside states: forward o, two terms of q* and keys of both parts at most; backward two terms of e*, dv, keys of
+    one part. dq, dk and the cotangents of states take no room of their own.
+    """
+    monkeypatch.setattr(triton_chunkwise, "_processors", lambda _: 4)
+    inputs = [x.requires_grad_() for x in make_inputs((4, 256, 1, 128, 128), dtype=torch.bfloat16)]
+    parts = triton_chunkwise._parts(inputs[1], inputs[2], None)
+    assert len(parts) == 2
+    cotangent, results = torch.ones_like(inputs[2]), []
+    forward = allocated_bytes(lambda: results.append(call(inputs)))
+    call([x[:, :1] if x.ndim > 2 else x for x in inputs])  # the interpreter keeps what its last launch had
+    backward = allocated_bytes(lambda: results.append(torch.autograd.grad(results[0], inputs, cotangent)))
+    unit = inputs[0].numel() * 2
+    states = 4 * (parts[0].layout.chunk_count + 1) * 128 * 128 * 2
+    final = 2 * 4 * 128 * 128 * 4
+    gates = 8 * inputs[4].numel() * 4
+    assert forward <= 4 * unit + final + states + gates
+    assert backward <= 3.5 * unit + states + gates
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1e4])

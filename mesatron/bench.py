@@ -161,14 +161,18 @@ def layouts(
     if unknown := set(layout or ()) - cases.keys():
         raise ConfigError(f"--layout {min(unknown)!r} is none of {processes} processes: {'; '.join(cases)}.")
     chosen = [case for name, case in cases.items() if not layout or name in layout]
-    rows = []
+    rows: list[speed.Speed] = []
+    about = {"file": str(file), "overrides": overrides or [], "processes": processes, "steps": steps}
     with tempfile.TemporaryDirectory(prefix="mesatron-bench-") as folder:
         context = fork_server()
         for row in speed.measure(
             context, Path(folder) / "new", file, overrides or [], chosen, micro_batch or [], steps
         ):
-            typer.echo(f"{row.layout}, micro-batch {row.micro_batch}: {row.failure or 'measured'}", err=True)
+            rate = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f} tokens/s"
+            typer.echo(f"{row.layout}, micro-batch {row.micro_batch}: {row.failure or rate}", err=True)
             rows.append(row)
+            if json_file:  # now, as a later one may run into a time limit
+                _write(json_file, _clock(), rows, setting=about)
     cells = []
     for row in rows:
         if row.tokens_per_second is not None and row.peak_bytes is not None:
@@ -178,9 +182,6 @@ def layouts(
             cells.append([row.layout, str(row.micro_batch), *rates, *memory, *shares])
     headings = ["layout", "micro-batch", "tokens/s", "per process", "GiB", "computing", "communicating", "only that"]
     _print_table(f"{file}, {processes} processes", headings, cells)
-    if json_file:
-        about = {"file": str(file), "overrides": overrides or [], "processes": processes, "steps": steps}
-        _write(json_file, _clock(), rows, setting=about)
     if not cells:
         raise WorldFailed("No layout trained; the lines above say why.")
 

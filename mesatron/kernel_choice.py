@@ -11,7 +11,7 @@ from mesatron_kernels import Choice
 from mesatron.config import Config
 from mesatron.errors import ConfigError
 from mesatron.model.attention import flex_refusal
-from mesatron.model.recurrences.fla_core import LARGEST_MESA_HEAD, refusal
+from mesatron.model.recurrences.fla_core import CONTINUED_DELTA, LARGEST_MESA_HEAD, refusal
 
 FLA_KERNELS = {
     "gla": "simple_gla", "mamba2": "simple_gla", "deltanet": "delta_rule", "gated_deltanet": "gated_delta_rule",
@@ -68,8 +68,9 @@ def _choose(mixer: str, config: Config, device: torch.device) -> Choice:
     if mixer not in FLA_KERNELS:
         return Choice("torch", "the only fast one")
     kernel = FLA_KERNELS[mixer]
-    if mixer == "deltanet" and config.parallel.context_size > 1 and config.data.reset_state_at_documents:
-        kernel = "gated_delta_rule"  # documents that begin inside a run are gates that forget all
+    if mixer == "deltanet" and config.parallel.context_size > 1:
+        # A run of a sequence goes on from a state, and documents that begin inside it are gates that forget all.
+        kernel = "gated_delta_rule" if config.data.reset_state_at_documents else CONTINUED_DELTA
     reason = refusal(kernel, dtype, device)
     if reason is None:
         return Choice("fla", "as asked" if name == "fla" else "fla-core has no known fault here")

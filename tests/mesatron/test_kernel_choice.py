@@ -13,7 +13,7 @@ from mesatron_kernels.selfcheck import PairCheck
 from mesatron.config import load_config
 from mesatron.errors import ConfigError
 from mesatron.kernel_choice import choose_kernels, with_kernels
-from mesatron.model.recurrences.fla_core import known_fault, refusal
+from mesatron.model.recurrences.fla_core import CONTINUED_DELTA, known_fault, refusal
 
 selfcheck = importlib.import_module("mesatron_kernels.selfcheck")
 
@@ -62,12 +62,24 @@ def test_flex_attention_where_it_runs_and_else_sdpa(tmp_path: Path, tiny_config:
         ("3.6.0", "simple_gla", 9, True), ("3.7.0", "gated_delta_rule", 9, True), ("3.7.0rc1", "simple_gla", 9, True),
         ("3.4.0rc1", "simple_gla", 9, True), ("3.6.0+git1234", "simple_gla", 9, True),
         ("3.3.1", "simple_gla", 9, False), ("3.7.1", "simple_gla", 9, False), ("3.6.0", "delta_rule", 9, False),
-        ("3.6.0", "simple_gla", 8, False), ("3.10.0", "simple_gla", 9, False),
+        ("3.6.0", CONTINUED_DELTA, 9, True), ("3.6.0", "simple_gla", 8, False), ("3.10.0", "simple_gla", 9, False),
     ],
 )  # fmt: skip
 def test_kernels_that_triton_miscompiles(triton: str, kernel: str, capability: int, miscompiled: bool) -> None:
     found = known_fault(kernel, torch.bfloat16, "0.6.0", triton, capability)
     assert found == (f"Triton {triton} miscompiles fla-core's {kernel} on Hopper" if miscompiled else None)
+
+
+def test_runs_of_a_sequence_go_on_from_a_state(
+    tmp_path: Path, tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr("mesatron.kernel_choice.refusal", lambda kernel, dtype, device: asked.append(kernel))
+    for size, documents in ((1, False), (1, True), (2, False), (2, True)):
+        settings = ["model.mixer=deltanet", "train.precision=bf16", f"parallel.context_size={size}"]
+        settings += [f"data.reset_state_at_documents={str(documents).lower()}"]
+        choose_kernels(load_config(tiny_config(tmp_path), settings), torch.device("cuda", 0))
+    assert asked == ["delta_rule", "delta_rule", CONTINUED_DELTA, "gated_delta_rule"]
 
 
 def test_kernels_that_fla_core_does_not_have() -> None:

@@ -72,9 +72,11 @@ class DeltaRule(MatrixRecurrence):
         from fla.ops.delta_rule import chunk_delta_rule
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        from mesatron.model.recurrences.fla_core import bounded, state_of, transposed
+        from mesatron.model.recurrences.fla_core import CONTINUED_DELTA, bounded, refusal, state_of, transposed
 
         q, k, v, beta, log_gamma = inputs
+        if log_gamma is None and initial is not None and refusal(CONTINUED_DELTA, q.dtype, q.device):
+            return self._by_chunks(inputs, initial, cu_seqlens, return_state)
         how = {
             "scale": 1.0, "initial_state": transposed(initial), "output_final_state": return_state,
             "cu_seqlens": cu_seqlens,

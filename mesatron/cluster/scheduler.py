@@ -83,7 +83,7 @@ def is_held(found: Mapping[str, str]) -> bool:
 
 
 def is_held_by_slurm(found: Mapping[str, str]) -> bool:
-    """Whether Slurm itself holds the job, since a node could not start it, and no person who may have a reason to."""
+    """Whether Slurm, and no person, holds the job: a node failed to launch it, or to find its user's environment."""
     return is_held(found) and found["Reason"].endswith("failed_requeued_held")
 
 

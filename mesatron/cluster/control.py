@@ -9,7 +9,7 @@ from mesatron.cluster import scheduler
 from mesatron.cluster.history import History
 from mesatron.cluster.job import last_job
 from mesatron.cluster.request import FOR_USER, request_stop
-from mesatron.cluster.submission import Submission, newest_job
+from mesatron.cluster.submission import Submission, newest_job, release_command
 from mesatron.errors import ConfigError, last_report
 from mesatron.summary import summarize
 
@@ -23,7 +23,10 @@ def status(folder: Path) -> list[tuple[str, str]]:
     if job:
         state = found.get("JobState", "UNKNOWN" if _slurm_is_here() else "unknown, for Slurm's commands are not here")
         where = f" on {' '.join(scheduler.host_names(found['NodeList']))}" if state == "RUNNING" else ""
-        lines.append(("job", f"{job.job}, {state}{where}"))
+        reason, release = scheduler.waits_for(found), release_command(job, found, folder)
+        why = f" ({reason})" if reason else ""
+        remedy = f"; `{release}` releases it" if release else ""
+        lines.append(("job", f"{job.job}, {state}{where}{why}{remedy}"))
         output = Path(job.output)
         if output.exists():
             lines.append(("output", job.output))

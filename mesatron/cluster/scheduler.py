@@ -71,6 +71,22 @@ def job_state(job: str, command: str) -> str:
     return job_fields(job, command).get("JobState", "UNKNOWN")
 
 
+def waits_for(found: Mapping[str, str]) -> str:
+    """Why a job with these fields waits, such as Resources; empty if it does not, or Slurm has not looked at it yet."""
+    reason = found["Reason"] if found.get("JobState") in QUEUED else "None"
+    return "" if reason == "None" else reason
+
+
+def is_held(found: Mapping[str, str]) -> bool:
+    """Whether a job with these fields waits for somebody to release it."""
+    return found.get("JobState") in QUEUED and found["Priority"] == "0"
+
+
+def is_held_by_slurm(found: Mapping[str, str]) -> bool:
+    """Whether Slurm, and no person, holds the job: a node failed to launch it, or to find its user's environment."""
+    return is_held(found) and found["Reason"].endswith("failed_requeued_held")
+
+
 def may_be_requeued(job: str) -> bool:
     """Whether a job that is about to end would stay ended against nobody's will.
 

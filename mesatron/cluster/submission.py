@@ -128,7 +128,15 @@ def submit(plan: Plan) -> str:
 
 
 def resume(folder: Path) -> str:
-    """Submit the script in a run folder again, its lead time as it was measured by now; returns the job's id."""
+    """Submit the script in a run folder again, its lead time as it was measured by now; release a job that Slurm holds.
+
+    Returns `job ID`, with what was done if that was a release. Raises ConfigError when the run has no such script, when
+    its job waits, runs or is held by a person, and when Slurm refuses.
+    """
+    newest = newest_job(folder)
+    if newest and scheduler.is_held_by_slurm(scheduler.job_fields(newest.job, newest.command)):
+        scheduler.ask("scontrol", "release", newest.job)
+        return f"job {newest.job}, which Slurm held, is released"
     script = folder.absolute() / LAUNCH_FOLDER / SCRIPT
     if not script.exists():
         raise ConfigError(f"{folder} was not started by `mesatron launch slurm`; start it again as it was started.")
@@ -139,7 +147,7 @@ def resume(folder: Path) -> str:
         replace_file(
             script, [re.sub("(?m)^#SBATCH --signal=.*", f"#SBATCH --signal={signal}", script.read_text()).encode()]
         )
-    return _sbatch(script)
+    return f"job {_sbatch(script)}"
 
 
 def newest_job(folder: Path) -> Submission | None:
@@ -155,10 +163,21 @@ def newest_job(folder: Path) -> Submission | None:
 def refuse_active(folder: Path) -> None:
     """Raise ConfigError when a job of a run waits or runs."""
     newest = newest_job(folder)
-    if newest and scheduler.job_state(newest.job, newest.command) in scheduler.ALIVE:
+    found = scheduler.job_fields(newest.job, newest.command) if newest else {}
+    if newest and found.get("JobState") in scheduler.ALIVE:
+        if release := release_command(newest, found, folder):
+            raise ConfigError(f"Job {newest.job} of {folder} is held ({found['Reason']}); `{release}` releases it.")
         raise ConfigError(
             f"Job {newest.job} of {folder} has not ended; wait for it, or `mesatron launch stop {folder}`."
         )
+
+
+def release_command(job: Submission, found: Mapping[str, str], folder: Path) -> str:
+    """What releases the job of a run, whose fields are `found`; empty when it is not held."""
+    if not scheduler.is_held(found):
+        return ""
+    by_slurm = scheduler.is_held_by_slurm(found)
+    return f"mesatron launch resume {folder}" if by_slurm else f"scontrol release {job.job}"
 
 
 def stop_lead_seconds(config: Config, folder: Path) -> int:

@@ -80,10 +80,10 @@ def stop(run_folder: RunFolder) -> None:
 
 @launch_app.command("resume")
 def resume(run_folder: RunFolder) -> None:
-    """Submit a run that has ended again, as it was submitted before."""
+    """Submit a run that has ended again, as it was submitted before; release its job if Slurm holds it."""
     from mesatron.cluster.submission import resume
 
-    typer.echo(f"job {resume(run_folder)}")
+    typer.echo(resume(run_folder))
 
 
 @launch_app.command("begin", hidden=True)

@@ -4,7 +4,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,24 @@ from slurm_training import Training
 STEPS = 60
 
 
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    """Three nodes, shared by all tests; each leaves it idle."""
+@contextmanager
+def start_cluster(name: str, **options: Any) -> Iterator[Cluster]:
+    """A cluster with the `options` of Cluster; the test is skipped where none can be started."""
     missing = unavailable()
     if missing:
         pytest.skip(f"no Slurm here: {missing}")
     with tempfile.TemporaryDirectory(prefix="mesatron-slurm-") as folder, ExitStack() as stack:
         try:
-            cluster = stack.enter_context(Cluster(Path(folder) / "c", nodes=3, kill_wait_seconds=10))
+            cluster = stack.enter_context(Cluster(Path(folder) / name, **options))
         except (OSError, RuntimeError, TimeoutError, subprocess.SubprocessError) as error:
             pytest.skip(f"Slurm does not start here: {error}")
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Three nodes, shared by all tests; each leaves it idle."""
+    with start_cluster("c", nodes=3, kill_wait_seconds=10) as cluster:
         yield cluster
 
 
@@ -52,6 +59,18 @@ def training(cluster: Cluster, tmp_path: Path, tiny_config: Callable[..., Path])
     yield maker(cluster, tmp_path, tiny_config)
     cluster.slurm("scancel", "--user=root")
     cluster.wait_for(lambda: cluster.idle() == cluster.nodes, 60, "all nodes to be idle")
+
+
+@pytest.fixture
+def alone(tmp_path: Path, tiny_config: Callable[..., Path]) -> Iterator[Make]:
+    """`alone(**settings)`: that run, on a cluster of its own that has one node and these lines of slurm.conf."""
+    with ExitStack() as stack:
+
+        def make(**settings: str) -> Training:
+            cluster = stack.enter_context(start_cluster("one", nodes=1, settings=settings))
+            return maker(cluster, tmp_path, tiny_config)()
+
+        yield make
 
 
 @pytest.fixture(scope="session")

@@ -92,10 +92,21 @@ def unavailable() -> str | None:
 
 
 class Cluster:
-    """Nodes n1 .. nN in `folder`, which is made and removed; the path is short, for sockets lie in it."""
+    """Nodes n1 .. nN in `folder`, which is made and removed; the path is short, for sockets lie in it.
 
-    def __init__(self, folder: Path, nodes: int = 2, kill_wait_seconds: int = 5, grace_seconds: int = 10) -> None:
+    `settings` are lines of slurm.conf by their names, in place of those that CONFIGURATION has.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        nodes: int = 2,
+        kill_wait_seconds: int = 5,
+        grace_seconds: int = 10,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder = folder
+        self._lines = settings or {}
         self.nodes = [f"n{number + 1}" for number in range(nodes)]
         self._kill_wait, self._grace = kill_wait_seconds, grace_seconds
         self._hosts: dict[str, subprocess.Popen[str]] = {}
@@ -128,7 +139,9 @@ class Cluster:
             kill_wait=self._kill_wait, grace=self._grace,
             proctrack="proctrack/cgroup" if self._branch else "proctrack/linuxproc",
         )  # fmt: skip
-        (self.folder / "slurm.conf").write_text(configuration)
+        lines = [line for line in configuration.splitlines() if line.partition("=")[0] not in self._lines]
+        lines += [f"{name}={value}" for name, value in self._lines.items()]
+        (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
         # Character devices, for Slurm looks at what they are; tasks are only told their numbers.
         for number in range(GPUS):
             os.mknod(self.folder / f"gpu{number}", 0o20666, os.makedev(1, 3))

@@ -83,7 +83,7 @@ def test_a_member_of_a_sweep_is_stopped_alone(training: Make) -> None:
     job, first, second = run.verb("launch", "slurm", str(run.config), *sweep).stdout.split()[1:]
     assert f"Job {job}_0 was waiting" in run.verb("launch", "stop", first).stdout
     assert f"job        {job}_0, UNKNOWN\n" in run.verb("launch", "status", first).stdout
-    assert f"job        {job}_1, PENDING\n" in run.verb("launch", "status", second).stdout
+    assert f"job        {job}_1, PENDING" in run.verb("launch", "status", second).stdout
 
 
 @pytest.mark.long
@@ -126,7 +126,7 @@ def test_another_job_with_the_id_of_an_older_one(training: Make, untouched: Trai
         assert "Nothing trains" in run.verb("launch", "stop", str(run.folder), check=False).stderr
         assert cluster.job(waiting)["JobState"] == "PENDING"
     submitted.write_text(json.dumps({"job": run.job}))  # as earlier versions noted it
-    assert f"job        {run.job}, PENDING\n" in run.verb("launch", "status", str(run.folder)).stdout
+    assert f"job        {run.job}, PENDING (BeginTime)\n" in run.verb("launch", "status", str(run.folder)).stdout
     assert f"Job {run.job} was waiting" in run.verb("launch", "stop", str(run.folder)).stdout
     assert cluster.job(run.job)["JobState"] == "CANCELLED"
 
@@ -144,6 +144,46 @@ def test_another_job_with_the_id_of_an_older_one(training: Make, untouched: Trai
     run.submit()
     run.wait_for_step(run.step() + 1, start=2)
     assert cluster.job(running)["JobState"] == "RUNNING"
+
+
+@pytest.mark.long
+def test_a_job_that_slurm_holds(alone: Make, tmp_path: Path) -> None:
+    """A node that fails to begin a job is drained, and the job held for good, unless Slurm is told not to hold it."""
+    fault, prolog = tmp_path / "fault", tmp_path / "prolog"
+    fault.touch()
+    prolog.write_text(f"#!/bin/bash\n[ ! -e {fault} ]\n")
+    prolog.chmod(0o755)
+    run = alone(Prolog=str(prolog), SchedulerParameters="bf_interval=1,sched_interval=1,batch_sched_delay=0")
+    run.launch("--nodes=1")
+    run.cluster.wait_for(lambda: run.cluster.job(run.job)["Priority"] == "0", 30, "the job to be held")
+    assert "State=IDLE+DRAIN" in run.cluster.slurm("scontrol", "show", "node", "n1")
+    reason, remedy = "launch_failed_requeued_held", f"`mesatron launch resume {run.folder}` releases it"
+    status = run.verb("launch", "status", str(run.folder)).stdout
+    assert f"job        {run.job}, PENDING ({reason}); {remedy}\n" in status
+    again = run.verb("launch", "slurm", str(run.config), check=False).stderr
+    assert f"Job {run.job} of {run.folder} is held ({reason}); {remedy}." in again
+    fault.unlink()
+    resumed = run.verb("launch", "resume", str(run.folder)).stdout
+    assert resumed == f"job {run.job}, which Slurm held, is released\n"
+    run.cluster.wait_for(lambda: "DRAINED" in run.cluster.job(run.job)["Reason"], 30, "Slurm to look at the job")
+    assert "PENDING (Nodes_required_for_job_are_DOWN,_DRAINED" in run.verb("launch", "status", str(run.folder)).stdout
+    run.cluster.slurm("scontrol", "update", "nodename=n1", "state=resume")
+    run.finish()
+    assert run.step() == run.steps
+    assert [end["exit_code"] for end in run.records("end")] == [0]
+
+
+@pytest.mark.parametrize(("verb", "reason"), [("hold", "JobHeldAdmin"), ("uhold", "JobHeldUser")])
+def test_a_job_that_a_person_holds_stays_held(training: Make, verb: str, reason: str) -> None:
+    run = training()
+    run.launch("--sbatch=begin=now+1hour")
+    run.cluster.slurm("scontrol", verb, run.job)
+    held = f"({reason}); `scontrol release {run.job}` releases it"
+    assert f"job        {run.job}, PENDING {held}\n" in run.verb("launch", "status", str(run.folder)).stdout
+    refused = run.verb("launch", "resume", str(run.folder), check=False)
+    assert refused.returncode == 2
+    assert f"Job {run.job} of {run.folder} is held {held}." in refused.stderr
+    assert run.cluster.job(run.job)["Reason"] == reason
 
 
 def test_a_job_that_fails_before_it_trains_says_why(training: Make) -> None:

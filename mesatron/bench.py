@@ -168,11 +168,11 @@ def layouts(
         for row in speed.measure(
             context, Path(folder) / "new", file, overrides or [], chosen, micro_batch or [], steps
         ):
-            rate = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f} tokens/s"
-            typer.echo(f"{row.layout}, micro-batch {row.micro_batch}: {row.failure or rate}", err=True)
             rows.append(row)
             if json_file:  # now, as a later one may run into a time limit
                 _write(json_file, _clock(), rows, setting=about)
+            rate = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f} tokens/s"
+            typer.echo(f"{row.layout}, micro-batch {row.micro_batch}: {row.failure or rate}", err=True)
     cells = []
     for row in rows:
         if row.tokens_per_second is not None and row.peak_bytes is not None:

@@ -1,5 +1,10 @@
 """`mesatron bench layouts`: real trainings in layouts, what they leave as figures, and layouts that cannot train."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -53,6 +58,25 @@ def test_a_layout_that_fails_gives_its_reason(tmp_path: Path, fork_server: ForkS
     assert row.failure is not None
     assert "model.implementation is triton, which needs a GPU" in row.failure
     assert str(tmp_path) not in row.failure
+
+
+def test_what_is_measured_is_kept_at_once(tmp_path: Path) -> None:
+    """Ctrl-C after the first of two rows."""
+    file, figures = tmp_path / "config.yaml", tmp_path / "figures.json"
+    file.write_text(yaml.safe_dump(VALUES))
+    options = ["--processes=1", "--micro-batch=2", "--micro-batch=4", "--steps=2", f"--json={figures}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mesatron", "bench", "layouts", str(file), *options],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stderr is not None
+    begin = "one process, ZeRO-1, micro-batch 2: "
+    line = next(line for line in process.stderr if line.startswith(begin))
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    (row,) = json.loads(figures.read_text())["rows"]
+    assert line == f"{begin}{row['tokens_per_second']:,.0f} tokens/s\n"
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 6, 8])

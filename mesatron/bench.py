@@ -180,10 +180,10 @@ def layouts(
             shares = _figures(".1%", row.computing, row.communicating, row.only_communicating)
             memory = _figures(".1f", row.peak_bytes / 2**30)
             cells.append([row.layout, str(row.micro_batch), *rates, *memory, *shares])
-    headings = ["layout", "micro-batch", "tokens/s", "per process", "GiB", "computing", "communicating", "only that"]
-    _print_table(f"{file}, {processes} processes", headings, cells)
+    headings = ["layout", "micro-batch", "tokens/s", "per process", "GiB", "computing", "communicating", "nothing else"]
     if not cells:
         raise WorldFailed("No layout trained; the lines above say why.")
+    _print_table(f"{file}, {processes} processes", headings, cells)
 
 
 def _clock() -> Clock:

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import typer
 
 from mesatron.bench import bench_app
+from mesatron.cluster.submission import ALLOW_CHANGES
 from mesatron.cluster.verbs import launch_app, sbatch_options
 from mesatron.cluster.words import leave_word
 from mesatron.data_verbs import data_app, tokenizer_app
@@ -80,7 +81,10 @@ def train(
     ] = None,
     stop_at_step: Annotated[int | None, typer.Option(min=1, help="Save and end early, with exit code 75.")] = None,
     allow_changes: Annotated[
-        bool, typer.Option("--allow-changes", help="Go on although settings that alter the result changed.")
+        bool,
+        typer.Option(
+            "--allow-changes", envvar=ALLOW_CHANGES, help="Go on although settings that alter the result changed."
+        ),
     ] = False,
 ) -> None:
     """Train a run, from its newest checkpoint if it has one."""

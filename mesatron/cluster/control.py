@@ -11,6 +11,7 @@ from mesatron.cluster.job import last_job
 from mesatron.cluster.request import FOR_USER, request_stop
 from mesatron.cluster.submission import Submission, newest_job, release_command
 from mesatron.errors import ConfigError, last_report
+from mesatron.monitor.metrics import read_metrics
 from mesatron.summary import summarize
 
 SHOWN_DECISIONS = 5
@@ -34,15 +35,17 @@ def status(folder: Path) -> list[tuple[str, str]]:
             if state not in scheduler.ALIVE and history.end_code(attempt) is None:
                 words = last_report(output.read_text(errors="replace"))
                 lines += [("said", words)] if words else []
-    if (folder / "config.yaml").exists():
+    if history.records() and (folder / "config.yaml").exists():
         result = summarize(folder)
-        lines.append(("step", f"{result.step} of {result.steps} is saved"))
+        reached = max([result.step, *(line["step"] for line in read_metrics(folder / "metrics.jsonl")[-1:])])
+        lines.append(("step", f"{reached} of {result.steps}; {result.step or 'none'} is saved"))
     elif not job:
-        raise ConfigError(f"{folder} is no run folder: it has neither a config.yaml nor a job; check the path.")
+        raise ConfigError(f"{folder} is no run folder: it has neither attempts nor a job; check the path.")
     ends = history.records("end")
     last = f"; the last that ended: {ends[-1]['reason']}" if ends else ""
     lines.append(("attempts", f"{history.newest_attempt}{last}"))
-    lines += [("decided", record["what"]) for record in history.records("decision")[-SHOWN_DECISIONS:]]
+    decisions = history.records("decision")[-SHOWN_DECISIONS:]
+    lines += [("decided", f"{record['what']} (attempt {record['attempt'] or 0})") for record in decisions]
     return lines
 
 

@@ -17,6 +17,7 @@ from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 
+from mesatron.checkpoint.verify import list_checkpoints
 from mesatron.cluster import scheduler
 from mesatron.cluster.history import History
 from mesatron.cluster.job import JOB_FILE, LAUNCH_FOLDER
@@ -24,9 +25,13 @@ from mesatron.cluster.scheduler import SCRIPT
 from mesatron.config import Config, accumulation_steps, data_parallel_size, dump_config, load_config
 from mesatron.errors import ConfigError
 from mesatron.files import replace_file
+from mesatron.summary import summarize
+from mesatron.train.run import compare_with
 
 CONFIG, CODE, REPLACED_CODE, SUBMITTED = "config.yaml", "code", "replaced-code", "submitted.json"
 PACKAGES = ("mesatron", "mesatron_kernels", "mesatron_data")
+ALLOW_CHANGES = "MESATRON_ALLOW_CHANGES"
+"""Environment variable that stands for --allow-changes of the training."""
 SETTINGS_LINE = "# settings of `mesatron launch slurm`\n"
 FIRST_LEAD_SECONDS, LEAST_LEAD_SECONDS, LEAD_FACTOR = 300, 60, 3
 """Of a run in which nothing was measured yet; of any; times a step and two saves as measured."""
@@ -34,10 +39,14 @@ FIRST_LEAD_SECONDS, LEAST_LEAD_SECONDS, LEAD_FACTOR = 300, 60, 3
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of Slurm: values of sbatch's options by their long names, and pyxis's for srun."""
+    """What is asked of Slurm: values of sbatch's options by their long names, and pyxis's for srun.
+
+    allow_changes: a run that has a checkpoint goes on although settings that alter the result changed.
+    """
 
     options: Mapping[str, str]
     container: Mapping[str, str]
+    allow_changes: bool = False
 
     @property
     def nodes(self) -> int:
@@ -130,8 +139,8 @@ def submit(plan: Plan) -> str:
 def resume(folder: Path) -> str:
     """Submit the script in a run folder again, its lead time as it was measured by now; release a job that Slurm holds.
 
-    Returns `job ID`, with what was done if that was a release. Raises ConfigError when the run has no such script, when
-    its job waits, runs or is held by a person, and when Slurm refuses.
+    Returns `job ID`, with what was done if that was a release, or why none is needed. Raises ConfigError when the run
+    has no such script, when its job waits, runs or is held by a person, and when Slurm refuses.
     """
     newest = newest_job(folder)
     if newest and scheduler.is_held_by_slurm(scheduler.job_fields(newest.job, newest.command)):
@@ -143,7 +152,12 @@ def resume(folder: Path) -> str:
     refuse_active(folder)
     config_file = script.with_name(CONFIG)
     if config_file.exists():  # not there for a sweep as a whole
-        signal = _signal(load_config(config_file), folder)
+        config = load_config(config_file)
+        if (folder / CONFIG).exists() and summarize(folder).step == config.train.steps:
+            return (
+                f"{folder} is complete: step {config.train.steps} of {config.train.steps} is saved, so no job is needed"
+            )
+        signal = _signal(config, folder)
         replace_file(
             script, [re.sub("(?m)^#SBATCH --signal=.*", f"#SBATCH --signal={signal}", script.read_text()).encode()]
         )
@@ -196,6 +210,9 @@ def _job(config: Config, request: Request) -> dict[Path, str]:
     """The config and the script of a run's own job, by their paths."""
     data_size = data_parallel_size(config, request.nodes * request.processes_per_node(config))
     accumulation_steps(config, data_size)
+    saved = [info.path for info in list_checkpoints(config.run_folder / "checkpoints") if info.status == "complete"]
+    if saved:  # what the training would refuse after its time in the queue
+        compare_with(saved[-1], config, request.allow_changes)
     launch = _launch_folder(config)
     own = {"job-name": config.name, "output": f"{launch}/slurm-%j.out"}
     script = _script(config, request, own, f"set -- {shlex.quote(str(launch / CONFIG))}")
@@ -225,7 +242,7 @@ def _script(config: Config, request: Request, options: Mapping[str, str], argume
         f"{arguments}\n"
         f'export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH PYTHONPATH="${{1%/*}}/{CODE}"\n'
         "export PYTHONSAFEPATH=1  # else -m takes a mesatron that lies where this was submitted\n"
-        f"container=({container})\n"
+        f"container=({container})\n" + f"export {ALLOW_CHANGES}=1\n" * request.allow_changes
     )
     return head + body.replace(SETTINGS_LINE, settings)
 

@@ -38,6 +38,9 @@ def slurm(
     sweep: Annotated[
         list[str] | None, typer.Option(metavar="KEY=A,B", help="A run for each value, or combination; may be repeated.")
     ] = None,
+    allow_changes: Annotated[
+        bool, typer.Option("--allow-changes", help="Go on although settings that alter the result changed.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, and print the script; write nothing.")] = False,
 ) -> None:
     """Check a config against what is asked of Slurm, put code, config and script into the run folder, and submit."""
@@ -51,7 +54,7 @@ def slurm(
         "container-image": container_image, "container-mounts": container_mounts,
         "container-workdir": container_workdir,
     }  # fmt: skip
-    request = Request(_given(options), _given(container))
+    request = Request(_given(options), _given(container), allow_changes)
     planned = plan(file, overrides or [], sweep or [], request)
     if dry_run:
         typer.echo(planned.files[planned.script], nl=False)

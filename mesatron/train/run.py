@@ -101,7 +101,7 @@ class Run:
                 "one or move them away to start from the beginning."
             )
         # Before the first checkpoint there is nothing that other settings could spoil.
-        notes = self._compare_config(latest.path, allow_changes) if latest else []
+        notes = compare_with(latest.path, self.config, allow_changes) if latest else []
         notes += [f"Passing over {info.path}: {info.reason.rstrip('.')}." for info in skipped]
         step = latest.step if latest else 0
         if step > self.config.train.steps:
@@ -217,22 +217,28 @@ class Run:
                 f"Cannot lock {self.folder} ({error.strerror}); put runs_folder on a file system that has locks."
             ) from None
 
-    def _compare_config(self, checkpoint: Path, allow_changes: bool) -> list[str]:
-        changes = changed_keys(load_config(checkpoint / "config.yaml"), self.config)
-        described = {key: f"{key}: {old} -> {new}" for key, (old, new) in changes.items()}
-        serious = {key: text for key, text in described.items() if not key.startswith(FREE_KEYS)}
-        fixed = [text for key, text in serious.items() if key.startswith(FIXED_KEYS)]
-        if fixed:
-            raise ConfigError(
-                f"{self.folder} reads its data in an order that these settings would change ({'; '.join(fixed)}); set "
-                "them back or choose another name."
-            )
-        if serious and not allow_changes:
-            model_changed = any(key.startswith("model.") for key in serious)
-            error = CheckpointError if model_changed else ConfigError
-            what = "holds another model" if model_changed else "was started with other settings"
-            raise error(
-                f"{self.folder} {what} ({'; '.join(serious.values())}); choose another name, or pass --allow-changes "
-                "to go on."
-            )
-        return [f"Changed since that checkpoint: {text}." for text in described.values()]
+
+def compare_with(checkpoint: Path, config: Config, allow_changes: bool = False) -> list[str]:
+    """What `config` would change in the run that `checkpoint` is of, a line each.
+
+    Raises ConfigError or CheckpointError for changes that alter the result, unless `allow_changes`, and for those that
+    would alter the order of the data in any case.
+    """
+    changes = changed_keys(load_config(checkpoint / "config.yaml"), config)
+    described = {key: f"{key}: {old} -> {new}" for key, (old, new) in changes.items()}
+    serious = {key: text for key, text in described.items() if not key.startswith(FREE_KEYS)}
+    fixed = [text for key, text in serious.items() if key.startswith(FIXED_KEYS)]
+    if fixed:
+        raise ConfigError(
+            f"{config.run_folder} reads its data in an order that these settings would change ({'; '.join(fixed)}); "
+            "set them back or choose another name."
+        )
+    if serious and not allow_changes:
+        model_changed = any(key.startswith("model.") for key in serious)
+        error = CheckpointError if model_changed else ConfigError
+        what = "holds another model" if model_changed else "was started with other settings"
+        raise error(
+            f"{config.run_folder} {what} ({'; '.join(serious.values())}); choose another name, or pass --allow-changes "
+            "to go on."
+        )
+    return [f"Changed since that checkpoint: {text}." for text in described.values()]

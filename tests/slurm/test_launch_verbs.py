@@ -52,7 +52,12 @@ def test_stopped_and_resumed(training: Make, untouched: Training) -> None:
     assert "the copy" in run.text()
     assert run.records("start")[1]["resumed_from"] >= 7
     run.check_equals(untouched)
-    assert f"step       {run.steps} of {run.steps} is saved" in run.verb("launch", "status", str(run.folder)).stdout
+    steps = f"{run.steps} of {run.steps}"
+    assert f"step       {steps}; {run.steps} is saved" in run.verb("launch", "status", str(run.folder)).stdout
+    assert f"is complete: step {steps} is saved" in run.verb("launch", "resume", str(run.folder)).stdout
+    folder = run.verb("launch", "status", str(run.folder / "launch"), check=False)
+    assert folder.returncode == 2
+    assert "launch is no run folder: it has neither attempts nor a job" in folder.stderr
 
 
 @pytest.mark.long

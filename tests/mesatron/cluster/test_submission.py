@@ -3,12 +3,14 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mesatron.cluster.submission import Request, Submission, newest_job, plan_array
+from mesatron.cluster.submission import Request, Submission, newest_job, plan, plan_array
 from mesatron.config import load_config
+from mesatron.errors import ConfigError
 
 
 def test_an_array_gets_its_signal_as_early_as_any_run_needs_it(
@@ -28,6 +30,21 @@ def test_a_process_for_each_gpu_or_one(
 ) -> None:
     config = load_config(tiny_config(tmp_path))
     assert Request({"nodes": "1"} | options, {}).processes_per_node(config) == processes
+
+
+def test_what_the_training_would_refuse_is_not_submitted(trained_run: Path) -> None:
+    file, request = trained_run / "config.yaml", Request({"nodes": "1"}, {})
+    changed = ["train.peak_lr=1e-4"]
+    with pytest.raises(
+        ConfigError, match=r"was started with other settings \(train.peak_lr: .* or pass --allow-changes"
+    ):
+        plan(file, changed, [], request)
+    with pytest.raises(ConfigError, match="reads its data in an order that these settings would change"):
+        plan(file, ["train.seed=5"], [], replace(request, allow_changes=True))
+    planned = plan(file, changed, [], replace(request, allow_changes=True))
+    assert "\nexport MESATRON_ALLOW_CHANGES=1\n" in planned.files[planned.script]
+    planned = plan(file, ["checkpoint.keep_last=7"], [], request)
+    assert "ALLOW_CHANGES" not in planned.files[planned.script]
 
 
 def test_the_newest_job_is_the_last_in_time(tmp_path: Path) -> None:

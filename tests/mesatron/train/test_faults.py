@@ -182,7 +182,7 @@ def test_changes_that_alter_the_result_are_refused(config: Path, train: Callable
     assert outcome.exit_code == 75, outcome.errors
     for key, value in harmless.items():
         assert any(key in line and line.endswith(f"-> {value}.") for line in outcome.output.splitlines())
-    outcome = train(1, config, "train.peak_lr=1e-3", "--allow-changes")
+    outcome = train(1, config, "train.peak_lr=1e-3", environment={"MESATRON_ALLOW_CHANGES": "1"})
     assert outcome.exit_code == 0, outcome.errors
     assert "train.peak_lr: 0.003 -> 0.001" in outcome.output
     assert run_of(config).lines()[-1]["train/learning_rate"] == pytest.approx(1e-4)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from mesatron.cluster import scheduler
 from mesatron.cluster.history import History
 from mesatron.cluster.job import last_job
 from mesatron.cluster.request import FOR_USER, request_stop
-from mesatron.cluster.submission import Submission, newest_job, release_command
+from mesatron.cluster.submission import Submission, array_folders, newest_job, release_command
 from mesatron.errors import ConfigError, last_report
 from mesatron.monitor.metrics import read_metrics
 from mesatron.summary import summarize
@@ -18,21 +19,21 @@ SHOWN_DECISIONS = 5
 
 
 def status(folder: Path) -> list[tuple[str, str]]:
-    """Lines of a name and a text each. Raises ConfigError when `folder` is no run's."""
+    """Lines of a name and a text each; in the folder of an array, one for each of its runs.
+
+    Raises ConfigError when `folder` is no run's or array's.
+    """
+    if runs := array_folders(folder):
+        return [("array", str(folder)), *(("run", f"{run}, job {_job_text(run, *_look(run)[:2])}") for run in runs)]
     history, (job, found, attempt) = History(folder), _look(folder)
     lines = [("run", str(folder))]
     if job:
-        state = found.get("JobState", "UNKNOWN" if _slurm_is_here() else "unknown, for Slurm's commands are not here")
-        where = f" on {' '.join(scheduler.host_names(found['NodeList']))}" if state == "RUNNING" else ""
-        reason, release = scheduler.waits_for(found), release_command(job, found, folder)
-        why = f" ({reason})" if reason else ""
-        remedy = f"; `{release}` releases it" if release else ""
-        lines.append(("job", f"{job.job}, {state}{where}{why}{remedy}"))
+        lines.append(("job", _job_text(folder, job, found)))
         output = Path(job.output)
         if output.exists():
             lines.append(("output", job.output))
             # Otherwise the attempt's own end, below, has the reason.
-            if state not in scheduler.ALIVE and history.end_code(attempt) is None:
+            if found.get("JobState") not in scheduler.ALIVE and history.end_code(attempt) is None:
                 words = last_report(output.read_text(errors="replace"))
                 lines += [("said", words)] if words else []
     if history.records() and (folder / "config.yaml").exists():
@@ -49,11 +50,22 @@ def status(folder: Path) -> list[tuple[str, str]]:
     return lines
 
 
-def stop(folder: Path) -> str:
+def stop(folder: Path) -> list[str]:
     """Ask the training in `folder` to save and end, or cancel its waiting job; returns what was done, in a sentence.
 
-    Raises ConfigError when nothing waits or runs there.
+    In the folder of an array that is a sentence for each of its runs. Raises ConfigError when nothing waits or runs.
     """
+    runs = array_folders(folder)
+    done = {run: _stop(run) for run in runs or [folder]}
+    if not any(done.values()):
+        raise ConfigError(f"Nothing trains in {folder}, and no job waits to.")
+    if not runs:
+        return list(done.values())
+    return [f"{run}: {sentence or 'Nothing trains there, and no job waits to.'}" for run, sentence in done.items()]
+
+
+def _stop(folder: Path) -> str:
+    """What was done to end the run in `folder`; empty when nothing waits or runs there."""
     history, (job, found, attempt) = History(folder), _look(folder)
     state = found.get("JobState")
     if job and state in scheduler.QUEUED:
@@ -61,10 +73,22 @@ def stop(folder: Path) -> str:
         return f"Job {job.job} was waiting and is cancelled."
     if state != "RUNNING":
         if not history.is_running:
-            raise ConfigError(f"Nothing trains in {folder}, and no job waits to.")
+            return ""
         attempt = history.newest_attempt
     request_stop(folder, "mesatron launch stop", FOR_USER, attempt)
     return f"Attempt {attempt} will save after its next step and end."
+
+
+def _job_text(folder: Path, job: Submission | None, found: Mapping[str, str]) -> str:
+    """The job of the run in `folder`, whose fields are `found`: its id, its state, where it runs or why it waits."""
+    if job is None:
+        return "none"
+    state = found.get("JobState", "UNKNOWN" if _slurm_is_here() else "unknown, for Slurm's commands are not here")
+    where = f" on {' '.join(scheduler.host_names(found['NodeList']))}" if state == "RUNNING" else ""
+    reason, release = scheduler.waits_for(found), release_command(job, found, folder)
+    why = f" ({reason})" if reason else ""
+    remedy = f"; `{release}` releases it" if release else ""
+    return f"{job.job}, {state}{where}{why}{remedy}"
 
 
 def _look(folder: Path) -> tuple[Submission | None, dict[str, str], int]:

@@ -34,6 +34,7 @@ class Job:
     """This start of a job."""
 
     job: str
+    """As Slurm's commands take it: ARRAY_NUMBER for a member of an array (`scheduler.fields`)."""
     nodes: list[str]
     processes: int
     attempt: int
@@ -83,7 +84,7 @@ def begin(config: Config) -> dict[str, str]:
     threads = max(1, int(os.environ.get("SLURM_CPUS_ON_NODE", "1")) // processes)
     return {
         "run_folder": str(folder), "attempt": str(note.attempt), "processes": str(processes), "identity": _identity(),
-        "endpoint": endpoint(_meeting_address(nodes), free_port(int(job))), "words": str(words),
+        "endpoint": endpoint(_meeting_address(nodes), free_port(int(_variable("SLURM_JOB_ID")))), "words": str(words),
         "threads": str(threads), "preflight_seconds": str(config.launch.preflight_seconds),
     }  # fmt: skip
 
@@ -146,8 +147,10 @@ def _variable(name: str) -> str:
 
 
 def _shape(config: Config) -> tuple[str, list[str], int]:
-    """Job id, node names and processes per node. Raises ConfigError where they are unknown or do not fit."""
+    """Job, node names and processes per node. Raises ConfigError where they are unknown or do not fit."""
     job, tasks = _variable("SLURM_JOB_ID"), _variable("SLURM_TASKS_PER_NODE")
+    if "SLURM_ARRAY_TASK_ID" in os.environ:
+        job = f"{_variable('SLURM_ARRAY_JOB_ID')}_{_variable('SLURM_ARRAY_TASK_ID')}"
     if tasks.partition("(")[0] != "1" or "," in tasks:
         raise ConfigError(
             f"The job has {tasks} tasks per node, but one torchrun on each starts all processes there; submit it with "

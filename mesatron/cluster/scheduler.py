@@ -36,15 +36,23 @@ def host_names(node_list: str) -> list[str]:
 
 
 def fields(kind: str, name: str) -> dict[str, str]:
-    """The fields of `scontrol show job` or `node`; nothing for a job that Slurm no longer knows."""
+    """The fields of `scontrol show job` or `node`; nothing for a job that Slurm no longer knows.
+
+    A member of an array is to be named ARRAY_NUMBER in whatever is asked of Slurm: the last one's own id is the array's
+    too, and by that Slurm shows, queues again or cancels all of them. Here it means the last one alone.
+    """
     try:
         text = ask("scontrol", "--oneliner", "show", kind, name)
     except ConfigError as error:
         if "Invalid job id" in str(error) or f"Job {name} not found" in str(error):  # the latter of an array's member
             return {}
         raise
-    words = re.split(r"\s+(?=[A-Z][\w:/]*=)", text.strip())  # paths and arguments may have spaces
-    return dict(word.split("=", 1) for word in words if "=" in word)
+    for record in re.split(r"\n(?=JobId=)", text.strip()):
+        words = re.split(r"\s+(?=[A-Z][\w:/]*=)", record)  # paths and arguments may have spaces
+        found = dict(word.split("=", 1) for word in words if "=" in word)
+        if "_" in name or found.get("JobId", name) == name:
+            return found
+    return {}
 
 
 def origin(job: str) -> tuple[str, str]:

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
@@ -88,13 +89,17 @@ class Submission:
 def plan(file: Path, overrides: Sequence[str], sweep: Sequence[str], request: Request) -> Plan:
     """What `request` comes to for the config in `file`: one run, or with `sweep` one for each combination of values.
 
-    Raises ConfigError when a config is wrong or its layout or batch does not fit the nodes and processes asked for.
+    Raises ConfigError when a config is wrong, when its layout or batch does not fit the nodes and processes asked for,
+    or when two points of a sweep are one run.
     """
     whole = load_config(file, overrides)
     if not sweep:
         files = _job(whole, request)
         return Plan(files, _launch_folder(whole) / SCRIPT, [_launch_folder(whole).parent])
     configs = [load_config(file, [*overrides, *point]) for point in _points(whole.name, sweep)]
+    for folder, points in Counter(config.run_folder for config in configs).items():
+        if points > 1:
+            raise ConfigError(f"--sweep has {points} points whose run folder is {folder}; give each value once.")
     return plan_array(configs, whole.runs_folder / f"{whole.name}-sweep", whole.name, request)
 
 
@@ -139,29 +144,40 @@ def submit(plan: Plan) -> str:
 def resume(folder: Path) -> str:
     """Submit the script in a run folder again, its lead time as it was measured by now; release a job that Slurm holds.
 
-    Returns `job ID`, with what was done if that was a release, or why none is needed. Raises ConfigError when the run
-    has no such script, when its job waits, runs or is held by a person, and when Slurm refuses.
+    In the folder of an array that is for all of its runs. Returns `job ID`, with what was done if that was a release, a
+    line for each, or why no job is needed. Raises ConfigError when the run has no such script, when its job waits, runs
+    or is held by a person, and when Slurm refuses.
     """
-    newest = newest_job(folder)
-    if newest and scheduler.is_held_by_slurm(scheduler.job_fields(newest.job, newest.command)):
-        scheduler.ask("scontrol", "release", newest.job)
-        return f"job {newest.job}, which Slurm held, is released"
+    runs = array_folders(folder)
+    newest = [job for run in runs or [folder] if (job := newest_job(run))]
+    held = [job.job for job in newest if scheduler.is_held_by_slurm(scheduler.job_fields(job.job, job.command))]
+    for name in held:
+        scheduler.ask("scontrol", "release", name)
+    if held:
+        return "\n".join(f"job {name}, which Slurm held, is released" for name in held)
     script = folder.absolute() / LAUNCH_FOLDER / SCRIPT
     if not script.exists():
         raise ConfigError(f"{folder} was not started by `mesatron launch slurm`; start it again as it was started.")
-    refuse_active(folder)
+    for run in runs or [folder]:
+        refuse_active(run)
     config_file = script.with_name(CONFIG)
-    if config_file.exists():  # not there for a sweep as a whole
+    if config_file.exists():  # not there for an array
         config = load_config(config_file)
-        if (folder / CONFIG).exists() and summarize(folder).step == config.train.steps:
-            return (
-                f"{folder} is complete: step {config.train.steps} of {config.train.steps} is saved, so no job is needed"
-            )
+        steps = config.train.steps
+        if (folder / CONFIG).exists() and summarize(folder).step == steps:
+            return f"{folder} is complete: step {steps} of {steps} is saved, and no job is needed"
         signal = _signal(config, folder)
         replace_file(
             script, [re.sub("(?m)^#SBATCH --signal=.*", f"#SBATCH --signal={signal}", script.read_text()).encode()]
         )
-    return f"job {_sbatch(script)}"
+    return f"job {_sbatch(script, [run / LAUNCH_FOLDER for run in runs])}"
+
+
+def array_folders(folder: Path) -> list[Path]:
+    """The run folders of the array that is described in `folder`, by their numbers; none in a run's own folder."""
+    script = folder / LAUNCH_FOLDER / SCRIPT
+    found = re.search(r"(?m)^configs=\((.*)\)$", script.read_text()) if script.exists() else None
+    return [Path(config).parents[1] for config in shlex.split(found[1])] if found else []
 
 
 def newest_job(folder: Path) -> Submission | None:
@@ -171,7 +187,10 @@ def newest_job(folder: Path) -> Submission | None:
     """
     launch = folder / LAUNCH_FOLDER
     known = [_noted(launch / name) for name in (SUBMITTED, JOB_FILE) if (launch / name).exists()]
-    return max(known, key=lambda submission: submission.time, default=None)
+    newest = max(known, key=lambda submission: submission.time, default=None)
+    if newest and known[0].job.startswith(f"{newest.job}_"):  # earlier versions noted an array's last member like this
+        return known[0]
+    return newest
 
 
 def refuse_active(folder: Path) -> None:
@@ -310,7 +329,8 @@ def _sbatch(script: Path, members: Sequence[Path] = ()) -> str:
     """Submit and note the job, for an array in the launch folder of each of its members too; returns the id."""
     when = time.time()  # a job may start, and note it, before this returns
     # What the submitting shell was given by a job of its own is not for this one.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_JOB")}
+    theirs = ("SLURM_JOB", "SLURM_ARRAY")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
     job = scheduler.ask("sbatch", "--parsable", str(script), environment=environment).strip().partition(";")[0]
     jobs = {script.parent: job} | {launch: f"{job}_{number}" for number, launch in enumerate(members)}
     command, _ = scheduler.origin(job)

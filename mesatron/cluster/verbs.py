@@ -66,7 +66,7 @@ def slurm(
 
 @launch_app.command("status")
 def status(run_folder: RunFolder) -> None:
-    """A run's job, how far it is, and what was decided on the way."""
+    """A run's job, how far it is, and what was decided on the way; of a sweep's folder, the job of each run."""
     from mesatron.cluster.control import status
 
     for name, value in status(run_folder):
@@ -75,10 +75,11 @@ def status(run_folder: RunFolder) -> None:
 
 @launch_app.command("stop")
 def stop(run_folder: RunFolder) -> None:
-    """Let a run save at its next step and end; cancel a job that waits."""
+    """Let a run, or each of a sweep's folder, save at its next step and end; cancel a job that waits."""
     from mesatron.cluster.control import stop
 
-    typer.echo(stop(run_folder))
+    for sentence in stop(run_folder):
+        typer.echo(sentence)
 
 
 @launch_app.command("resume")

@@ -82,13 +82,87 @@ def test_a_sweep_and_a_job_after_it(training: Make, untouched: Training) -> None
     assert max(starts) < run.records("start")[0]["time"]
 
 
-def test_a_member_of_a_sweep_is_stopped_alone(training: Make) -> None:
+def sweep(run: Training, *options: str) -> tuple[str, Path, list[Training]]:
+    """An array of three runs, one node each: its id, its folder, and its runs, each followed as its own job."""
+    done = run.verb("launch", "slurm", str(run.config), "--sweep=train.seed=1,2,3", *options)
+    job, *folders = done.stdout.split()[1:]
+    whole = run.folder.with_name(f"{run.folder.name}-sweep")
+    points = [run.beside(folder) for folder in folders]
+    for number, point in enumerate(points):
+        point.job, point.output = f"{job}_{number}", whole / f"launch/slurm-{job}_{number}.out"
+    return job, whole, points
+
+
+def test_members_of_a_sweep_wait_and_are_cancelled_alone(training: Make) -> None:
+    """Also the last one, whose id is the whole array's, when the others are jobs of their own already."""
     run = training()
-    sweep = ["--nodes=2", "--sweep=train.seed=1,2", "--sbatch=begin=now+1hour"]
-    job, first, second = run.verb("launch", "slurm", str(run.config), *sweep).stdout.split()[1:]
-    assert f"Job {job}_0 was waiting" in run.verb("launch", "stop", first).stdout
-    assert f"job        {job}_0, UNKNOWN\n" in run.verb("launch", "status", first).stdout
-    assert f"job        {job}_1, PENDING" in run.verb("launch", "status", second).stdout
+    job, whole, (first, second, last) = sweep(run, "--sbatch=begin=now+1hour")
+    for point in (first, second):
+        run.cluster.slurm("scontrol", "hold", point.job)
+    for folder, reason in ((last.folder, f"2 of {last.folder} has not ended"), (whole, f"0 of {first.folder} is held")):
+        assert f"Job {job}_{reason}" in run.verb("launch", "resume", str(folder), check=False).stderr
+    assert f"Job {job}_2 was waiting" in run.verb("launch", "stop", str(last.folder)).stdout
+    assert run.verb("launch", "status", str(last.folder)).stdout.splitlines()[1].split()[2] in ("UNKNOWN", "CANCELLED")
+    lines = run.verb("launch", "status", str(whole)).stdout.splitlines()
+    assert lines[0] == f"array      {whole}"
+    assert [line.partition(" (")[0] for line in lines[1:3]] == [
+        f"run        {point.folder}, job {point.job}, PENDING" for point in (first, second)
+    ]
+    assert run.verb("launch", "stop", str(whole)).stdout.splitlines() == [
+        f"{first.folder}: Job {job}_0 was waiting and is cancelled.",
+        f"{second.folder}: Job {job}_1 was waiting and is cancelled.",
+        f"{last.folder}: Nothing trains there, and no job waits to.",
+    ]
+    assert "Nothing trains" in run.verb("launch", "stop", str(whole), check=False).stderr
+    # Every run knows the job of all.
+    again = run.verb("launch", "resume", str(whole)).stdout.split()[1]
+    assert f"job        {again}_1, PENDING" in run.verb("launch", "status", str(second.folder)).stdout
+
+
+@pytest.mark.long
+def test_the_last_member_of_a_sweep_starts_again_alone(training: Make) -> None:
+    """Its rank is killed while the others train, and when they have ended."""
+    run = training(**{"train.steps": 20000})
+    job, whole, points = sweep(run, "--cpus-per-task=16")  # a node each
+    cluster, last = run.cluster, points[2]
+    for point in points:
+        point.wait_for_step(6)
+    nodes = [cluster.job(point.job)["NodeList"] for point in points]
+    status = run.verb("launch", "status", str(last.folder)).stdout
+    assert f"job        {job}_2, RUNNING on {nodes[2]}\noutput     {last.output}\n" in status
+    assert run.verb("launch", "status", str(whole)).stdout.splitlines()[1:] == [
+        f"run        {point.folder}, job {point.job}, RUNNING on {node}"
+        for point, node in zip(points, nodes, strict=True)
+    ]
+    for folder, number in ((last.folder, 2), (whole, 0)):
+        refused = run.verb("launch", "resume", str(folder), check=False)
+        assert refused.returncode == 2
+        assert f"Job {job}_{number} of {points[number].folder} has not ended" in refused.stderr
+
+    last.workers(nodes[2])[0].kill()
+    last.wait_for_step(last.step() + 1, start=2)
+    assert [cluster.job(point.job)["Restarts"] for point in points] == ["0", "0", "1"]
+    for point in points[:2]:
+        assert cluster.job(point.job)["JobState"] == "RUNNING"
+        run.verb("launch", "stop", str(point.folder))
+        cluster.wait_for_state(point.job)
+    last.workers(cluster.job(last.job)["NodeList"])[0].kill()
+    last.wait_for_step(last.step() + 1, start=3)
+    assert [cluster.job(point.job)["Restarts"] for point in points] == ["0", "0", "2"]
+
+    job_file = last.folder / "launch/job.json"
+    noted = job_file.read_text()
+    (last.folder / "launch/submitted.json").unlink()
+    note(last, "job.json", job=job)  # as earlier versions did
+    status = run.verb("launch", "status", str(last.folder)).stdout
+    assert f"job        {job}, RUNNING on {cluster.job(last.job)['NodeList']}\n" in status
+    job_file.write_text(noted)
+
+    stopped = run.verb("launch", "stop", str(whole)).stdout.splitlines()
+    assert stopped[2] == f"{last.folder}: Attempt 3 will save after its next step and end."
+    assert ["Nothing trains there" in line for line in stopped] == [True, True, False]
+    assert not (whole / "stop-request.json").exists()
+    last.finish(code=75)
 
 
 @pytest.mark.long
@@ -228,6 +302,7 @@ def test_what_cannot_fit_is_refused_before_it_is_submitted(training: Make) -> No
         ("--nodes=2", "--gres=gpu:3"): "8 is no multiple of 2 x 6 = 12",
         ("--nodes=1", "parallel.tensor_size=2"): "must be a multiple of parallel.tensor_size",
         ("--nodes=2", "--sweep=train.peak_lr"): "--sweep train.peak_lr is not of the form key=value,value",
+        ("--sweep=train.seed=1,2,1",): "runs/tiny-seed-1; give each value once",
         ("--nodes=2", "--partition=none"): "invalid partition specified: none",
     }.items():
         done = run.verb("launch", "slurm", str(run.config), *options, check=False)

@@ -61,3 +61,13 @@ def test_the_newest_job_is_the_last_in_time(tmp_path: Path) -> None:
     assert newest_job(tmp_path) == Submission("12", 200, "", f"{launch}/slurm-12.out")
     submitted.write_text(json.dumps({"job": "3", "time": 300.5, "command": "/a/train.sbatch", "output": "/a/3.out"}))
     assert newest_job(tmp_path) == Submission("3", 300.5, "/a/train.sbatch", "/a/3.out")
+
+
+def test_an_earlier_version_noted_the_last_of_an_array_by_the_id_of_all(tmp_path: Path) -> None:
+    launch = tmp_path / "launch"
+    launch.mkdir()
+    (launch / "submitted.json").write_text('{"job": "35_2", "time": 100, "command": "/a", "output": "/a/35_2.out"}')
+    (launch / "job.json").write_text('{"job": "35", "time": 200, "command": "/a", "output": "/a/35_0.out"}')
+    assert newest_job(tmp_path) == Submission("35_2", 100, "/a", "/a/35_2.out")
+    (launch / "job.json").write_text('{"job": "40", "time": 200, "command": "/a", "output": "/a/40.out"}')
+    assert newest_job(tmp_path) == Submission("40", 200, "/a", "/a/40.out")

@@ -149,8 +149,9 @@ def _variable(name: str) -> str:
 def _shape(config: Config) -> tuple[str, list[str], int]:
     """Job, node names and processes per node. Raises ConfigError where they are unknown or do not fit."""
     job, tasks = _variable("SLURM_JOB_ID"), _variable("SLURM_TASKS_PER_NODE")
-    if "SLURM_ARRAY_TASK_ID" in os.environ:
-        job = f"{_variable('SLURM_ARRAY_JOB_ID')}_{_variable('SLURM_ARRAY_TASK_ID')}"
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")  # a job that was submitted from within an array has that one's
+    if array and scheduler.is_member(job, array):
+        job = f"{array}_{_variable('SLURM_ARRAY_TASK_ID')}"
     if tasks.partition("(")[0] != "1" or "," in tasks:
         raise ConfigError(
             f"The job has {tasks} tasks per node, but one torchrun on each starts all processes there; submit it with "

@@ -55,6 +55,14 @@ def fields(kind: str, name: str) -> dict[str, str]:
     return {}
 
 
+def is_member(job: str, array: str) -> bool:
+    """Whether the job with this id of its own belongs to the array; so it is taken where Slurm does not answer."""
+    found = {"ArrayJobId": array}
+    with suppress(ConfigError):
+        found = fields("job", job)
+    return found.get("ArrayJobId") == array
+
+
 def origin(job: str) -> tuple[str, str]:
     """A job's script with its arguments, and the file that has its output; empty where Slurm does not answer."""
     found: dict[str, str] = {}

@@ -329,8 +329,7 @@ def _sbatch(script: Path, members: Sequence[Path] = ()) -> str:
     """Submit and note the job, for an array in the launch folder of each of its members too; returns the id."""
     when = time.time()  # a job may start, and note it, before this returns
     # What the submitting shell was given by a job of its own is not for this one.
-    theirs = ("SLURM_JOB", "SLURM_ARRAY")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_JOB")}
     job = scheduler.ask("sbatch", "--parsable", str(script), environment=environment).strip().partition(";")[0]
     jobs = {script.parent: job} | {launch: f"{job}_{number}" for number, launch in enumerate(members)}
     command, _ = scheduler.origin(job)

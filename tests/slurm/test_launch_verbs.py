@@ -210,7 +210,8 @@ def test_another_job_with_the_id_of_an_older_one(training: Make, untouched: Trai
     assert cluster.job(run.job)["JobState"] == "CANCELLED"
 
     run.output = run.config.parent / "job.out"
-    run.submit("--output", str(run.output))
+    # It inherits these from a shell in a member of an array, and belongs to none.
+    run.submit("--output", str(run.output), variables={"SLURM_ARRAY_JOB_ID": waiting, "SLURM_ARRAY_TASK_ID": "0"})
     run.wait_for_step(3)
     status = run.verb("launch", "status", str(run.folder)).stdout
     assert f"job        {run.job}, RUNNING on n1 n2\noutput     {run.output}\n" in status

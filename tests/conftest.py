@@ -20,6 +20,7 @@ if not os.path.exists("/dev/nvidiactl"):
 
 # A shell's background jobs ignore SIGINT, and so would what tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+torch.set_num_threads(1)  # the workers of a test run share the cores already
 # A forked child has none of the threads that torch's pool had here, and would wait for them.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 

@@ -189,6 +189,7 @@ def test_a_comparison_as_an_array(training: Make, untouched: Training) -> None:
     assert [line.split(",")[0] for line in (out / "results.csv").read_text().splitlines()[1:]] == list(variants)
 
 
+@pytest.mark.long
 def test_another_job_with_the_id_of_an_older_one(training: Make, untouched: Training, tmp_path: Path) -> None:
     """Where a cluster has begun to count anew it is neither looked at nor cancelled, and in nobody's way."""
     script = tmp_path / "other.sh"

@@ -52,6 +52,7 @@ def test_a_job_of_the_wrong_shape_ends_at_once(
     assert not run.folder.exists()
 
 
+@pytest.mark.long
 def test_names_that_mislead_and_a_port_in_use_by_two_jobs_at_once(
     training: Make, untouched: Training, cluster: Cluster
 ) -> None:

@@ -60,6 +60,7 @@ def test_a_layout_that_fails_gives_its_reason(tmp_path: Path, fork_server: ForkS
     assert str(tmp_path) not in row.failure
 
 
+@pytest.mark.long
 def test_what_is_measured_is_kept_at_once(tmp_path: Path) -> None:
     """Ctrl-C after the first of two rows."""
     file, figures = tmp_path / "config.yaml", tmp_path / "figures.json"

@@ -8,7 +8,7 @@ import sys
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -39,12 +39,17 @@ for name, group in {
 evaluate_app.command("mad")(mad)
 
 INTERRUPTED = 130
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # type: ignore[assignment]
+"""Typer exports this one of its exceptions only by a child."""
 
 
 def main() -> None:
     """Run a verb; a fault becomes one line on standard error and its exit code."""
     try:
-        app()
+        sys.exit(app(prog_name="mesatron", standalone_mode=False))
+    except UsageError as error:
+        _report_usage(error)
+        _leave(ConfigError.exit_code)
     except REPORTED as error:
         report(error)
         _leave(error.exit_code)
@@ -54,6 +59,8 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             print("mesatron: interrupted; a training run goes on from its last checkpoint.", file=sys.stderr)
         _leave(INTERRUPTED)
+    except BrokenPipeError:  # nobody reads any more, as after `| head`
+        os._exit(1)
     except OSError as error:
         if error.filename is None:
             raise
@@ -62,6 +69,15 @@ def main() -> None:
     except Exception:
         traceback.print_exc()
         _leave(1)
+
+
+def _report_usage(error: Any) -> None:
+    """In one line, unless no verb was given: then the message is the help."""
+    message = error.format_message()
+    if "\n" in message:
+        typer.echo(message, err=True)
+    else:
+        report(ConfigError(f"{message.rstrip('.')} (see '{error.ctx.command_path} --help')."))
 
 
 def _leave(code: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mesatron.cluster import scheduler
@@ -50,18 +50,23 @@ def status(folder: Path) -> list[tuple[str, str]]:
     return lines
 
 
-def stop(folder: Path) -> list[str]:
-    """Ask the training in `folder` to save and end, or cancel its waiting job; returns what was done, in a sentence.
+def stop(folder: Path) -> Iterator[str]:
+    """Ask the training in `folder` to save and end, or cancel its waiting job; yields what was done, in a sentence.
 
-    In the folder of an array that is a sentence for each of its runs. Raises ConfigError when nothing waits or runs.
+    In the folder of an array that is a sentence for each of its runs, before the next one is looked at: Slurm may
+    refuse. Raises ConfigError when nothing waits or runs.
     """
     runs = array_folders(folder)
-    done = {run: _stop(run) for run in runs or [folder]}
-    if not any(done.values()):
+    found = False
+    for run in runs or [folder]:
+        done = _stop(run)
+        found |= bool(done)
+        if runs:
+            yield f"{run}: {done or 'Nothing trains there, and no job waits to.'}"
+        elif done:
+            yield done
+    if not found:
         raise ConfigError(f"Nothing trains in {folder}, and no job waits to.")
-    if not runs:
-        return list(done.values())
-    return [f"{run}: {sentence or 'Nothing trains there, and no job waits to.'}" for run, sentence in done.items()]
 
 
 def _stop(folder: Path) -> str:

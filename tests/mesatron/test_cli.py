@@ -132,13 +132,36 @@ def test_another_tokenizer_of_the_same_size_is_noticed(tmp_path: Path, places: d
 
 
 @pytest.mark.parametrize(
-    "command", ["", "frobnicate", "train", "generate {run}", "generate {run} --prompt a --temperature nan", "summary"]
+    ("command", "expected"),
+    [
+        ("frobnicate", "No such command 'frobnicate' (see 'mesatron --help')."),
+        ("launch stauts", "No such command 'stauts'. Did you mean 'status'? (see 'mesatron launch --help')."),
+        ("train", "Missing argument 'FILE' (see 'mesatron train --help')."),
+        ("generate {run}", "Missing option '--prompt' (see 'mesatron generate --help')."),
+        ("generate {run} --prompt a --temperature nan", "Invalid value for '--temperature': "),
+        ("summary", "Missing argument 'RUN' (see 'mesatron summary --help')."),
+        ("summary {run} --no", "No such option: --no (see 'mesatron summary --help')."),
+    ],
 )
-def test_wrong_usage_shows_the_usage(places: dict, command: str) -> None:
-    done = mesatron(*(word.format(**places) for word in command.split()))
+def test_wrong_usage_is_said_in_one_line(places: dict, command: str, expected: str) -> None:
+    assert mistake(2, *(word.format(**places) for word in command.split())).startswith(f"mesatron: {expected}")
+
+
+@pytest.mark.parametrize("command", ["", "launch"])
+def test_without_a_verb_it_helps(command: str) -> None:
+    done = mesatron(*command.split())
     assert done.returncode == 2
-    assert "Usage: " in done.stderr + done.stdout
-    assert "Traceback" not in done.stderr
+    assert "Usage: " in done.stderr
+    assert "Commands:" in done.stderr
+
+
+def test_a_reader_that_leaves_gets_no_traceback(places: dict) -> None:
+    command = [sys.executable, "-u", "-m", "mesatron", "config", "check", str(places["config"])]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def flip_a_byte(path: Path) -> None:

@@ -31,8 +31,8 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: setup  # much of it waits, so two workers pay even on two cores
-	$(BIN)/pytest -q -n 2 --dist loadgroup
+test: setup  # much of it waits, so two workers pay even on two cores; tests.conftest has the groups
+	$(BIN)/pytest -q -n 2 --dist loadgroup --no-loadscope-reorder
 
 # The files of configs/paper, from the table of the paper's runs.
 configs: setup

@@ -24,17 +24,23 @@ torch.set_num_threads(1)  # the workers of a test run share the cores already
 # A forked child has none of the threads that torch's pool had here, and would wait for them.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
+SLURM = "slurm"
 CONTEXT_LENGTH = 64
 VOCABULARY_SIZE = 512
 SAMPLE_BYTES = 100_000
 SAMPLE = Path(__file__).parents[1] / "data_pipeline/sample/validation/part-00000.jsonl.zst"
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist's own reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers (`-n`), one has all tests of a file, which share fixtures, or of the Slurm cluster."""
+    """With several workers (`-n`), one has all tests of a file, which share fixtures, or of the Slurm cluster.
+
+    The latter come first: as the longest group they would keep one worker busy when the others have ended.
+    """
     for item in items:
-        group = "slurm" if item.path.parent.name == "slurm" else str(item.path)
+        group = SLURM if item.path.parent.name == SLURM else str(item.path.relative_to(item.config.rootpath))
         item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: item.path.parent.name != SLURM)
 
 
 @pytest.fixture(scope="session")

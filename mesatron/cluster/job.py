@@ -12,10 +12,10 @@ from pathlib import Path
 from mesatron.cluster import scheduler
 from mesatron.cluster.history import History
 from mesatron.cluster.network import endpoint, free_port, source_address
-from mesatron.cluster.request import FOR_CLUSTER
+from mesatron.cluster.request import FOR_CLUSTER, FOR_USER, asked_by_user, withdraw
 from mesatron.cluster.words import LastWords, forget
 from mesatron.config import Config, accumulation_steps, data_parallel_size
-from mesatron.errors import ConfigError, FencedError, PeerLostError, UnfitError
+from mesatron.errors import ConfigError, FencedError, PeerLostError, StoppedEarly, UnfitError
 from mesatron.files import replace_file
 
 LAUNCH_FOLDER = "launch"
@@ -57,7 +57,9 @@ def begin(config: Config) -> dict[str, str]:
 
     Notes the job in the run folder, blames the nodes that let the start before this one down, and requeues the job if
     one of them has done so twice and is among its nodes again. Raises ConfigError when Slurm's variables are missing,
-    when the job's shape does not fit the config, or when there is no address by which its nodes could meet.
+    when the job's shape does not fit the config, or when there is no address by which its nodes could meet; FencedError
+    in a start that a lost network has held up until the job was started again; StoppedEarly where a person had asked
+    the start before it to stop, which was killed first.
     """
     job, nodes, processes = _shape(config)
     data_size = data_parallel_size(config, len(nodes) * processes)
@@ -67,9 +69,16 @@ def begin(config: Config) -> dict[str, str]:
     launch.mkdir(parents=True, exist_ok=True)
     history = History(folder)
     previous = last_job(folder)
+    if scheduler.restarts(job) > _restarts():
+        raise FencedError(f"Job {job} has been started again since, so this start of it ends.")
     if previous:
         if previous.job != job and scheduler.job_state(previous.job, previous.command) == "RUNNING":
             raise ConfigError(f"Job {previous.job} trains {folder} already; wait for it or choose another name.")
+        reason = asked_by_user(folder, previous.attempt)
+        if reason and previous.job == job:
+            history.decide(f"no further start: attempt {previous.attempt} was asked to stop ({reason})")
+            withdraw(folder)
+            raise StoppedEarly(f"Stopped on request ({reason}) before another start; `mesatron launch resume` goes on.")
         _blame(history, previous)
     excluded = [node for node in unfit_nodes(history) if node in nodes]
     if excluded:
@@ -100,8 +109,7 @@ def settle(config: Config) -> int:
     history, note = History(folder), last_job(folder)
     if note is None:
         raise ConfigError(f"{folder} knows no job; `mesatron launch begin` comes first.")
-    if note.identity != _identity():
-        raise FencedError(f"A later start of the job has taken over {folder}, so this one does not queue it again.")
+    check_owner(folder, _identity())
     code = history.end_code(note.attempt)
     if code is None or code == LOST_PEER:
         code = LastWords.read(Path(note.words)).cause(LOST_PEER) or KILLED
@@ -114,6 +122,10 @@ def settle(config: Config) -> int:
     }.get(code, f"it ended with {code}")  # fmt: skip
     if not scheduler.may_be_requeued(note.job):
         return code
+    if reason := asked_by_user(folder, note.attempt):
+        history.decide(f"no requeue ({why}): attempt {note.attempt} was asked to stop ({reason})")
+        withdraw(folder)
+        return FOR_USER if code == FOR_CLUSTER else code
     if history.requeues_without_progress() >= config.launch.max_requeues:
         history.decide(f"no requeue ({why}): {config.launch.max_requeues} brought no new checkpoint")
         return code
@@ -121,6 +133,16 @@ def settle(config: Config) -> int:
     history.decide(f"requeue ({why})" + (f" without {', '.join(excluded)}" if excluded else ""))
     scheduler.requeue(note.job, excluded)
     return code
+
+
+def check_owner(folder: Path, identity: str) -> None:
+    """Raise FencedError unless the start of a job with this identity is the newest on the run in `folder`.
+
+    One that a lost network has held up must not take the run from the start that came after it.
+    """
+    note = last_job(folder)
+    if note is None or note.identity != identity:
+        raise FencedError(f"A later start of the job has taken over {folder}, so this one ends.")
 
 
 def last_job(folder: Path) -> Job | None:
@@ -136,7 +158,11 @@ def unfit_nodes(history: History) -> list[str]:
 
 def _identity() -> str:
     """Of this start of this job, on whichever node and however late."""
-    return f"{_variable('SLURM_JOB_ID')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    return f"{_variable('SLURM_JOB_ID')}-{_restarts()}"
+
+
+def _restarts() -> int:
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def _variable(name: str) -> str:

@@ -71,6 +71,14 @@ def origin(job: str) -> tuple[str, str]:
     return found.get("Command", ""), found.get("StdOut", "")
 
 
+def restarts(job: str) -> int:
+    """How often Slurm has started the job again; 0 where it does not answer."""
+    found: dict[str, str] = {}
+    with suppress(ConfigError):
+        found = fields("job", job)
+    return int(found.get("Restarts", "0"))
+
+
 def job_fields(job: str, command: str) -> dict[str, str]:
     """The fields of the job that was submitted as `command` (`origin`).
 

@@ -27,12 +27,13 @@ class Monitor:
     of TensorBoard. JSON has no NaN or infinities: they are the strings "NaN", "Infinity" and "-Infinity", which
     Python's float() and most readers of numbers turn back into what they were. Raises DiskFullError.
 
-    fence: called before figures of a further step are written; what it raises keeps the files as they are. Used as a
-    context manager, the files are closed unless FencedError has been raised.
+    fence: called before anything is removed, and before figures of a further step are written; what it raises keeps the
+    files as they are. Used as a context manager, the files are closed unless FencedError has been raised.
     """
 
     def __init__(self, run_folder: Path, resume_step: int, fence: Callable[[], None] = lambda: None) -> None:
         self._fence = fence
+        fence()
         self._metrics = run_folder / "metrics.jsonl"
         self._line: dict[str, Any] = {}
         self._written_step = resume_step if resume_step > 0 else -1

@@ -13,6 +13,7 @@ from typing import Any
 from mesatron.checkpoint.format import LATEST, point_latest, set_aside
 from mesatron.checkpoint.retention import remove, remove_leftovers
 from mesatron.checkpoint.verify import CheckpointInfo, find_latest, list_checkpoints
+from mesatron.cluster.job import check_owner
 from mesatron.config import Config, changed_keys, dump_config, load_config
 from mesatron.config.mixers import SECTIONS
 from mesatron.errors import ENDED_AFTER_SAVING, CheckpointError, ConfigError, LossSpikeError
@@ -43,8 +44,9 @@ FIXED_KEYS = (
 
 
 SOLE_OWNER = "MESATRON_SOLE_OWNER"
-"""Environment variable by which a cluster's job says that no other job has a right to the run: whoever still holds the
-lock lives on a node that the cluster has lost, and is fenced off by the new attempt's number."""
+"""Environment variable by which a start of a cluster's job, whose identity it holds, says that no other job has a right
+to the run: whoever still holds the lock lives on a node that the cluster has lost, and is fenced off by the new
+attempt's number. The start has that right as long as no later one has come."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ class Run:
         """Take the folder, decide where to go on and log the attempt; `local` is taken if it is newer.
 
         Raises ConfigError when another process trains in it or when keys changed that alter the result, unless
-        `allow_changes`; CheckpointError when the model itself changed or none of the checkpoints verifies.
+        `allow_changes`; CheckpointError when the model itself changed or none of the checkpoints verifies; FencedError
+        in a job that has been started again since.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -196,19 +199,22 @@ class Run:
         if self.attempt is not None:
             self.attempt.end(reason, exit_code, self.ledger.read() if self._was_ready else {})
             if exit_code in ENDED_AFTER_SAVING:
-                self.stop.honoured()
+                self.stop.honoured(exit_code)
             self.attempt = None
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def _take(self) -> None:
+        owner = os.environ.get(SOLE_OWNER)
+        if owner:
+            check_owner(self.folder, owner)
         # The kernel drops the lock with the process, however it ends.
         self._lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if SOLE_OWNER not in os.environ:
+            if not owner:
                 raise ConfigError(
                     f"Another process trains in {self.folder}; wait for it or choose another name."
                 ) from None

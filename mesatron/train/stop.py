@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import signal
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -32,6 +33,22 @@ def agreed(votes: list[float]) -> type[MesatronError] | None:
     return next((ending for ending, count in zip(ENDINGS, votes, strict=True) if count), None)
 
 
+def read_request(run_folder: Path) -> dict[str, Any] | None:
+    """The request, if there is one; what a shell has written only in part is read at the next step."""
+    # Opened, not looked for: network file systems remember for a while that a file is not there.
+    with suppress(FileNotFoundError, ValueError):
+        request = json.loads((run_folder / REQUEST_FILE).read_text())
+        if isinstance(request, dict):
+            return {"reason": "a stop request", "code": StoppedEarly.exit_code, "attempt_at_most": None} | request
+    return None
+
+
+def concerns(request: dict[str, Any], attempt: int) -> bool:
+    """Whether the request is to this attempt; one without `attempt_at_most` is to whichever reads it."""
+    last = request["attempt_at_most"]
+    return last is None or last >= attempt
+
+
 class StopFlag:
     """What this process knows of requests to stop; it listens to signals from its construction on.
 
@@ -39,7 +56,7 @@ class StopFlag:
     """
 
     def __init__(self, config: Config) -> None:
-        self._request_path = config.run_folder / REQUEST_FILE
+        self._run_folder = config.run_folder
         self._signal: signal.Signals | None = None
         self._attempt: Attempt | None = None
         self._request: dict[str, Any] | None = None
@@ -53,24 +70,21 @@ class StopFlag:
         A request to an older attempt is removed, with a note in what is returned.
         """
         self._attempt = attempt
-        request = self._read_request()
-        if request is None or self._concerns_this(request):
+        request = read_request(self._run_folder)
+        if request is None or concerns(request, attempt.number):
             return []
-        self._request_path.unlink(missing_ok=True)
+        self._remove_request()
         return [f"Removed a request to stop attempt {request['attempt_at_most']} ({request['reason']})."]
 
     def votes(self) -> list[float]:
-        """1 for each of ENDINGS that this process asks for, else 0.
-
-        A request without `attempt_at_most` is to whichever attempt reads it.
-        """
+        """1 for each of ENDINGS that this process asks for, else 0."""
         if self._attempt is not None:
             try:
                 self._attempt.check_newest()
             except FencedError as error:
                 self._fenced = error
-            request = self._read_request()
-            if request is not None and self._concerns_this(request):
+            request = read_request(self._run_folder)
+            if request is not None and concerns(request, self._attempt.number):
                 self._request = request
         of_cluster = self._request is not None and self._request["code"] == PreemptedError.exit_code
         of_user = self._request is not None and not of_cluster
@@ -88,27 +102,20 @@ class StopFlag:
         again = "the same job, started again, goes on" if ending is PreemptedError else "the same command goes on"
         return ending(f"Stopped on {whose} ({reason}) {state}; {again} from there.")
 
-    def honoured(self) -> None:
+    def honoured(self, exit_code: int) -> None:
         """The run has ended as the request asked, or with its last step: the request is removed.
 
-        So is one that came too late to be heeded, unless it is to a later attempt too.
+        So is one that came too late to be heeded, unless it is to a later attempt too, or a person's to a run that now
+        ends on the cluster's request: the job must not be queued again.
         """
-        late, attempt = self._read_request(), self._attempt
+        late, attempt = read_request(self._run_folder), self._attempt
+        if late and late["code"] == StoppedEarly.exit_code and exit_code == PreemptedError.exit_code:
+            return
         if self._request or (late and attempt and late["attempt_at_most"] in (None, attempt.number)):
-            self._request_path.unlink(missing_ok=True)
+            self._remove_request()
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self._signal = signal.Signals(number)
 
-    def _concerns_this(self, request: dict[str, Any]) -> bool:
-        last = request["attempt_at_most"]
-        return last is None or self._attempt is None or last >= self._attempt.number
-
-    def _read_request(self) -> dict[str, Any] | None:
-        """The request, if there is one; what a shell has written only in part is read at the next step."""
-        # Opened, not looked for: network file systems remember for a while that a file is not there.
-        with suppress(FileNotFoundError, ValueError):
-            request = json.loads(self._request_path.read_text())
-            if isinstance(request, dict):
-                return {"reason": "a stop request", "code": StoppedEarly.exit_code, "attempt_at_most": None} | request
-        return None
+    def _remove_request(self) -> None:
+        (self._run_folder / REQUEST_FILE).unlink(missing_ok=True)

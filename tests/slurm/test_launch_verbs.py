@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from slurm_training import Training
@@ -225,6 +226,39 @@ def test_another_job_with_the_id_of_an_older_one(training: Make, untouched: Trai
     run.submit()
     run.wait_for_step(run.step() + 1, start=2)
     assert cluster.job(running)["JobState"] == "RUNNING"
+
+
+@pytest.mark.long
+def test_a_stop_that_the_run_does_not_live_to_heed(training: Make, untouched: Training) -> None:
+    """The person has been told that it will end: neither Slurm nor the job itself starts it again."""
+    run = training()
+    run.submit()
+
+    def ask() -> list[psutil.Process]:
+        workers = [worker for node in ("n1", "n2") for worker in run.workers(node)]
+        for worker in workers:
+            worker.suspend()
+        run.verb("launch", "stop", str(run.folder))
+        return workers
+
+    run.wait_for_step(7)
+    workers = ask()
+    run.cluster.slurm("scontrol", "requeue", run.job)
+    for worker in workers:
+        worker.kill()
+    run.finish(code=75)
+    assert run.decisions() == ["no further start: attempt 1 was asked to stop (mesatron launch stop)"]
+
+    run.submit()
+    run.wait_for_step(run.step() + 5, start=2)
+    for worker in ask():
+        worker.kill()
+    run.finish(code=1)
+    asked = "attempt 2 was asked to stop (mesatron launch stop)"
+    assert run.decisions()[-1] == f"no requeue (it failed or was killed): {asked}"
+    run.submit()
+    run.finish()
+    run.check_equals(untouched)
 
 
 @pytest.mark.long

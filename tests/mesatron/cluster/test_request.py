@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mesatron.cluster.request import FOR_CLUSTER, request_stop
+from mesatron.cluster.request import FOR_CLUSTER, FOR_USER, asked_by_user, request_stop, withdraw
 from mesatron.monitor.attempts import Attempt
 from mesatron.train.stop import REQUEST_FILE
 
@@ -28,3 +28,17 @@ def test_only_an_attempt_that_is_not_over_is_asked(tmp_path: Path) -> None:
     assert asked(tmp_path, 2)
     Attempt(tmp_path / "attempts.jsonl", 3)
     assert not asked(tmp_path, 2)
+
+
+def test_the_cluster_does_not_take_the_place_of_a_person(tmp_path: Path) -> None:
+    """Who has been told that the run will end must not find its job queued again."""
+    request_stop(tmp_path, "the cluster asked the job to end", FOR_CLUSTER, 2)
+    assert asked_by_user(tmp_path, 2) == ""
+    request_stop(tmp_path, "enough", FOR_USER, 2)
+    request_stop(tmp_path, "the cluster asked the job to end", FOR_CLUSTER, 2)
+    assert asked_by_user(tmp_path, 2) == "enough"
+    assert asked_by_user(tmp_path, 3) == ""
+    request_stop(tmp_path, "the cluster asked the job to end", FOR_CLUSTER, 3)
+    assert asked_by_user(tmp_path, 2) == ""
+    withdraw(tmp_path)
+    assert not (tmp_path / REQUEST_FILE).exists()

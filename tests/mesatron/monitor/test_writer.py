@@ -18,7 +18,7 @@ import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.util.tensor_util import make_ndarray
 
-from mesatron.errors import DiskFullError
+from mesatron.errors import DiskFullError, FencedError
 from mesatron.monitor.writer import Monitor
 
 TAGS = ("train/loss", "train/grad_norm", "validation/loss", "gamma")
@@ -269,3 +269,16 @@ def test_a_full_disk_ends_in_one_line(tmp_path, figures):
             os._exit(error.exit_code if "No space left to write" in str(error) else 1)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_an_attempt_that_has_lost_the_folder_cuts_nothing(tmp_path):
+    with Monitor(tmp_path, 0) as monitor:
+        monitor.scalars(1, {"train/loss": 1.0})
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def fence() -> None:
+        raise FencedError("Attempt 2 has taken over.")
+
+    with pytest.raises(FencedError):
+        Monitor(tmp_path, 0, fence)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

@@ -5,6 +5,7 @@ that was stopped must equal, bit for bit, one that was not. An older attempt tha
 """
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from mesatron.cluster.job import JOB_FILE, LAUNCH_FOLDER, Job
+from mesatron.cluster.request import FOR_USER, request_stop
+from mesatron.config import load_config
+from mesatron.monitor.attempts import Attempt
+from mesatron.train.run import SOLE_OWNER
+from mesatron.train.stop import REQUEST_FILE, StopFlag, stop_signals
 
 SABOTAGE = Path(__file__).with_name("sabotage.py")
 PIPELINE = {"parallel.pipeline_size": 2, "model.width": 24, "model.heads": 4, "model.head_dim": 6}
@@ -79,6 +87,41 @@ def test_a_request_that_comes_with_the_last_step_is_not_left_behind(
     config = odd_config(tmp_path, short_data, **{"checkpoint.every_steps": 6})
     assert world(1, SABOTAGE, f"request={request_to}", "train", config).exit_code == 0
     assert not (run_of(config).path / "stop-request.json").exists()
+
+
+@pytest.mark.parametrize(("exit_code", "is_kept"), [(0, False), (75, False), (76, True)])
+def test_a_persons_request_outlasts_an_end_on_the_clusters(
+    exit_code: int, is_kept: bool, tmp_path: Path, odd_config: Callable, short_data: Path
+) -> None:
+    """It came while the last step was being saved; whoever queues the job again has to know."""
+    config = load_config(odd_config(tmp_path, short_data))
+    config.run_folder.mkdir(parents=True)
+    handlers = {number: signal.getsignal(number) for number in stop_signals(config)}
+    try:
+        flag = StopFlag(config)
+        flag.watch_folder(Attempt(config.run_folder / "attempts.jsonl", None))
+        request_stop(config.run_folder, "enough", FOR_USER, 1)
+        flag.honoured(exit_code)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert (config.run_folder / REQUEST_FILE).exists() == is_kept
+
+
+def test_a_start_of_a_job_that_comes_late_does_not_take_the_run(
+    tmp_path: Path, odd_config: Callable, short_data: Path, train: Callable, run_of: Callable
+) -> None:
+    """A lost network had held it up until the job was started again elsewhere."""
+    config = odd_config(tmp_path, short_data)
+    run = run_of(config)
+    launch = run.path / LAUNCH_FOLDER
+    launch.mkdir(parents=True)
+    (launch / JOB_FILE).write_text(json.dumps(Job("6", ["n2"], 1, 1, str(launch / "words-6-1")).__dict__))
+    late = train(1, config, environment={SOLE_OWNER: "6-0"})
+    assert late.exit_code == 78, late.errors
+    assert late.error_lines == [f"mesatron: A later start of the job has taken over {run.path}, so this one ends."]
+    assert not (run.path / "attempts.jsonl").exists()
+    assert train(1, config, environment={SOLE_OWNER: "6-1"}).exit_code == 0
 
 
 def files_of(run: Any) -> dict[Path, bytes]:

@@ -20,10 +20,12 @@ from mesatron.checkpoint.verify import CheckpointInfo, find_damage, list_checkpo
 from mesatron.config import Config, changed_keys, load_config
 from mesatron.errors import MesatronError, report, unusable_path
 from mesatron.files import replace_file
+from mesatron.monitor.attempts import read_attempts
 from mesatron.parallel.distributed import World
 from mesatron.parallel.zero import ZeroEngine
 from mesatron.train.saver import Hooks, Saver
 from mesatron.train.snapshot import generator_states, stored_as
+from mesatron.train.spikes import Skipped
 
 KEPT = 2
 """A process may have ended its part of a step while another is killed over its own: then the step before counts."""
@@ -62,7 +64,11 @@ def find_local(config: Config, world: World) -> tuple[CheckpointInfo | None, lis
             if info.status == "complete" and _fits(info.path, config, world):
                 own[info.step, CheckpointReader(info.path).state["attempt"]] = info
     shares = world.gather(set(own))
-    common: list[tuple[int, str]] = world.from_first(lambda: sorted(set.intersection(*shares), reverse=True))
+    common: list[tuple[int, str]] = world.from_first(
+        lambda: sorted(
+            (one for one in set.intersection(*shares) if not is_given_up(config.run_folder, *one)), reverse=True
+        )
+    )
     notes = [
         f"Passing over what some processes have of the local checkpoint of step {step}: others have nothing of it."
         for step, _ in sorted(set().union(*shares) - set(common), reverse=True)
@@ -122,6 +128,18 @@ def _root(config: Config, world: World, make: bool) -> Path | None:
 
     found = world.from_first(identifier)
     return folder / f"{config.name}-{found}" / f"rank-{world.rank:05d}" if found else None
+
+
+def is_given_up(run_folder: Path, step: int, attempt: str) -> bool:
+    """Whether an attempt after the one that saved `step` has gone on from an earlier one, perhaps on other nodes.
+
+    The figures after that are gone, and a spike that was undone would come back.
+    """
+    number = int(attempt.rpartition("-")[2])
+    starts = [record for record in read_attempts(run_folder / "attempts.jsonl") if record["event"] == "start"]
+    origins = [(start["attempt"], start["resumed_from"] or 0) for start in starts]
+    origins += [(rewind.attempt, rewind.to_step) for rewind in Skipped.read(run_folder).rewinds]
+    return any(later > number and origin < step for later, origin in origins)
 
 
 def _fits(path: Path, config: Config, world: World) -> bool:

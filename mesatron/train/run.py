@@ -135,8 +135,8 @@ class Run:
     def go_back(self, attempt: str, spike: Rewind, what: str) -> ResumePoint:
         """Undo a spike in the first process: remove the checkpoints from the step before it on, leave its batches out.
 
-        `spike.to_step` is found here; `what` describes the spike. Raises LossSpikeError when the run has gone back
-        `train.max_rewinds` times.
+        `to_step` and `attempt` of `spike` are found here; `what` describes it. Raises LossSpikeError when the run has
+        gone back `train.max_rewinds` times.
         """
         self.fence()
         skipped = Skipped.read(self.folder)
@@ -155,6 +155,8 @@ class Run:
         else:
             (checkpoints / LATEST).unlink(missing_ok=True)
         spike.to_step = latest.step if latest else 0
+        assert self.attempt
+        spike.attempt = self.attempt.number
         skipped.add(self.folder, spike)
         decision = (
             f"{what}: going back to step {spike.to_step} (rewind {len(skipped.rewinds)} of at most "

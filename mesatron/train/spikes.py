@@ -72,6 +72,8 @@ class Rewind:
     to_step: int
     batches: list[int]
     sample_ids: list[int]
+    attempt: int = 0
+    """The one that went back; earlier versions did not note it."""
 
 
 @dataclass

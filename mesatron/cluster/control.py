@@ -71,13 +71,15 @@ def stop(folder: Path) -> Iterator[str]:
 
 def _stop(folder: Path) -> str:
     """What was done to end the run in `folder`; empty when nothing waits or runs there."""
-    history, (job, found, attempt) = History(folder), _look(folder)
-    state = found.get("JobState")
-    if job and state in scheduler.QUEUED:
-        scheduler.ask("scancel", job.job)
-        return f"Job {job.job} was waiting and is cancelled."
+    history, (submitted, found, attempt) = History(folder), _look(folder)
+    state, job = found.get("JobState"), submitted.job if submitted else ""
+    if state in scheduler.QUEUED:
+        scheduler.ask("scancel", job)
+        return f"Job {job} was waiting and is cancelled."
     if state != "RUNNING":
         if not history.is_running:
+            if state == "COMPLETING":
+                raise ConfigError(f"Job {job} of {folder} is just ending and may start again; repeat this in a moment.")
             return ""
         attempt = history.newest_attempt
     request_stop(folder, "mesatron launch stop", FOR_USER, attempt)

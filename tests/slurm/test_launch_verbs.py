@@ -262,6 +262,23 @@ def test_a_stop_that_the_run_does_not_live_to_heed(training: Make, untouched: Tr
 
 
 @pytest.mark.long
+def test_a_stop_between_two_starts(alone: Make, tmp_path: Path) -> None:
+    epilog = tmp_path / "epilog"
+    epilog.write_text("#!/bin/bash\nsleep 10\n")
+    epilog.chmod(0o755)
+    run = alone(Epilog=str(epilog))
+    run.launch("--nodes=1")
+    run.wait_for_step(7)
+    run.cluster.slurm("scancel", "--batch", "--signal=USR1", run.job)
+    run.cluster.wait_for(lambda: run.cluster.job(run.job)["JobState"] == "COMPLETING", 60, "the job to end")
+    refused = run.verb("launch", "stop", str(run.folder), check=False)
+    assert refused.returncode == 2
+    assert f"Job {run.job} of {run.folder} is just ending and may start again" in refused.stderr
+    run.cluster.wait_for(lambda: run.cluster.job(run.job)["JobState"] != "COMPLETING", 60, "the job to wait")
+    run.verb("launch", "stop", str(run.folder))
+
+
+@pytest.mark.long
 def test_a_job_that_slurm_holds(alone: Make, tmp_path: Path) -> None:
     """A node that fails to begin a job is drained, and the job held for good, unless Slurm is told not to hold it."""
     fault, prolog = tmp_path / "fault", tmp_path / "prolog"

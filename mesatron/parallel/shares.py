@@ -15,6 +15,9 @@ from mesatron.model.backbone import Backbone
 from mesatron.model.parameter import ParameterInfo
 from mesatron.parallel.layout import Group
 
+ROWS = 64
+"""Products over other than multiples of so many words, such as 25,129, run at a fraction of a GPU's rate."""
+
 
 @dataclass(frozen=True)
 class Share:
@@ -59,10 +62,13 @@ class Share:
 
 
 def share_of(model: ModelConfig, tensor_size: int) -> ModelConfig:
-    """The sizes of one process's share of `model`; the vocabulary is filled up to a multiple of `tensor_size`."""
+    """The sizes of one process's share of `model`; the last shares of the words may reach beyond the vocabulary."""
+    words = -(-model.vocabulary_size // tensor_size)
+    if tensor_size > 1 and words >= ROWS:
+        words += -words % ROWS
     return model.model_copy(
         update={
-            "vocabulary_size": -(-model.vocabulary_size // tensor_size),
+            "vocabulary_size": words,
             "heads": model.heads // tensor_size,
             "mlp_ratio": model.mlp_width // tensor_size / model.width,
         }

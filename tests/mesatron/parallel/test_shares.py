@@ -16,11 +16,13 @@ MODEL = ModelConfig(vocabulary_size=101, width=36, layers=6, heads=6, head_dim=6
 REPLICATED = {"mixer_norm.weight", "mlp_norm.weight", "norm.weight"}
 
 
+@pytest.mark.parametrize("vocabulary_size", [101, 201])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_shares_make_the_whole(size: int) -> None:
-    whole = whole_parameters(MODEL)
+def test_shares_make_the_whole(size: int, vocabulary_size: int) -> None:
+    model = MODEL.model_copy(update={"vocabulary_size": vocabulary_size})
+    whole = whole_parameters(model)
     with torch.device("meta"):
-        local = {name: p.shape for name, p in Backbone(share_of(MODEL, size)).named_parameters()}
+        local = {name: p.shape for name, p in Backbone(share_of(model, size)).named_parameters()}
     members = [shares(whole, local, Group(rank, size)) for rank in range(size)]
     for name, parameter in whole.items():
         value = torch.arange(parameter.numel()).view(parameter.shape) + 1
@@ -61,6 +63,15 @@ def test_stretches_say_where_the_pieces_of_a_share_lie(size: int, pieces: int) -
                 # What no stretch covers is beyond the whole, where `cut` has put zeros.
                 assert sum(count for *_, count in stretches) == int((part[start : start + length] != 0).sum())
         assert torch.equal(written, value), name
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "share"),
+    [(50_257, 1, 50_257), (50_257, 2, 25_152), (50_257, 4, 12_608), (64, 2, 32), (128, 2, 64), (130, 2, 128)],
+)
+def test_a_share_of_the_words_suits_a_gpu(words: int, size: int, share: int) -> None:
+    """A multiple of 64, unless there are too few words for shares that differ from the whole."""
+    assert share_of(MODEL.model_copy(update={"vocabulary_size": words}), size).vocabulary_size == share
 
 
 def test_heads_stay_whole() -> None:

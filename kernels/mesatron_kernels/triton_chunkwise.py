@@ -288,9 +288,10 @@ def _layout(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Layout:
     piece = _piece_length(whole.chunk_count, longest, k)
     if piece is None:
         return whole
+    known = None
     if bounds is None:
-        bounds = torch.arange(batch + 1, device=v.device) * length
-    sequences, first_chunk, first_piece = _pieces(bounds, piece, L)
+        bounds, known = torch.arange(batch + 1, device=v.device) * length, batch * max(1, -(-longest // piece))
+    sequences, first_chunk, first_piece = _pieces(bounds, piece, L, known)
     return whole._replace(
         sequences=sequences, first_chunk=first_chunk, scan_count=len(sequences) - 1, first_piece=first_piece
     )
@@ -306,11 +307,14 @@ def _piece_length(chunks: int, longest: int, k: Tensor) -> int | None:
     return fair if longest > 4 * fair else None
 
 
-def _pieces(bounds: Tensor, piece: int, L: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Bounds of pieces of up to `piece` chunks, each one's first chunk, and each sequence's first piece, int32."""
+def _pieces(bounds: Tensor, piece: int, L: int, number: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Bounds of pieces of up to `piece` chunks, each one's first chunk, and each sequence's first piece, int32.
+
+    number: of all pieces; unless it is known here, the host has to wait for the GPU.
+    """
     counts = (bounds.diff() + L - 1) // L
     pieces = ((counts + piece - 1) // piece).clamp(min=1)  # an empty one keeps its state
-    owner = torch.repeat_interleave(pieces)
+    owner = torch.repeat_interleave(pieces, output_size=number)
     first_piece = pad(pieces.cumsum(0), (1, 0))
     ahead = (torch.arange(len(owner), device=bounds.device) - first_piece[owner]) * piece
     first_chunk = pad(counts.cumsum(0), (1, 0))

@@ -34,6 +34,10 @@ class CheckpointReader:
         self._bounds: dict[Path, dict[str, tuple[int, int]]] = {}
         self.state: dict[str, Any] = json.loads(self.text(fmt.STATE))
 
+    def close(self) -> None:
+        """Let go of the files that `tensor` has mapped, which tensors of them that are still in use keep."""
+        self._files.clear()
+
     def text(self, name: str) -> str:
         """A text file of the checkpoint, as config.yaml. Raises CheckpointError if it is missing."""
         try:

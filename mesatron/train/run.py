@@ -120,7 +120,8 @@ class Run:
         notes += removed
         notes += [f"Attempt {number} ended without a word: it was killed." for number in self.attempt.killed]
         identifier = f"attempt-{self.attempt.number:04d}"
-        remove_leftovers(checkpoints, identifier)
+        left = remove_leftovers(checkpoints, identifier)
+        notes += [f"{path} could not be removed yet." for path in left]
         for info in unreadable:
             if info.status == "damaged":
                 notes.append(f"{info.path.name} now lies in {set_aside(info.path, 'damaged', identifier)}.")

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from mesatron_data.synthetic import write_shards
 
+SABOTAGE = Path(__file__).with_name("sabotage.py")
 EVEN = {"model.width": 24, "model.layers": 3, "model.heads": 4, "model.head_dim": 6, "model.mlp_ratio": 1.5}
 
 
@@ -124,6 +125,16 @@ def test_only_what_all_processes_have_whole_is_taken(
     outcome = train(1, case.config)
     assert outcome.exit_code == 0
     assert case.resumed_from() is None, "neither can another number of processes"
+
+
+def test_what_was_restored_is_mapped_no_more(
+    tmp_path: Path, odd_config: Callable, even_data: Path, train: Callable, run_of: Callable, world: Callable
+) -> None:
+    """A checkpoint in a node's memory would take it for as long as the attempt lives."""
+    case = Case(tmp_path, odd_config, even_data, train, run_of, 2)
+    outcome = world(2, SABOTAGE, "mapped=7", "train", case.config)
+    assert outcome.exit_code == 0, outcome.errors
+    assert case.resumed_from() == 6
 
 
 def test_the_newer_of_shared_and_local_is_taken(

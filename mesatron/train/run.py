@@ -15,7 +15,7 @@ from mesatron.checkpoint.retention import remove, remove_leftovers
 from mesatron.checkpoint.verify import CheckpointInfo, find_latest, list_checkpoints
 from mesatron.config import Config, changed_keys, dump_config, load_config
 from mesatron.config.mixers import SECTIONS
-from mesatron.errors import ENDED_AFTER_SAVING, CheckpointError, ConfigError, LossSpikeError
+from mesatron.errors import ENDED_AFTER_SAVING, CheckpointError, ConfigError, LossSpikeError, refused_path
 from mesatron.files import replace_file
 from mesatron.monitor.attempts import Attempt, read_attempts
 from mesatron.monitor.goodput import Goodput, Ledger, account
@@ -84,8 +84,8 @@ class Run:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(
-                f"Cannot make the run folder {self.folder}: {error.strerror}; check runs_folder."
+            raise refused_path(
+                error, f"Cannot make the run folder {self.folder}: {error.strerror}", "check runs_folder"
             ) from None
         self._take()
         checkpoints = self.folder / "checkpoints"
@@ -214,8 +214,10 @@ class Run:
                     f"Another process trains in {self.folder}; wait for it or choose another name."
                 ) from None
         except OSError as error:
-            raise ConfigError(
-                f"Cannot lock {self.folder} ({error.strerror}); put runs_folder on a file system that has locks."
+            raise refused_path(
+                error,
+                f"Cannot lock {self.folder} ({error.strerror})",
+                "put runs_folder on a file system that has locks",
             ) from None
 
 

@@ -110,8 +110,6 @@ class StartState:
             torch.set_rng_state(generators["torch"])
         if "cuda" in generators and world.device.type == "cuda":
             torch.cuda.set_rng_state(generators["cuda"], world.device)
-        if reader:  # a mapped file takes memory where it lies in some, and cannot be removed on NFS
-            reader.close()
 
     def _saved_elements(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         assert self._reader

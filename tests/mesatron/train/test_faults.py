@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from mesatron.checkpoint.verify import list_checkpoints
-from mesatron.errors import PeerLostError
+from mesatron.cluster.job import FINAL_CODES
+from mesatron.errors import PeerLostError, StorageError
 
 SABOTAGE = Path(__file__).with_name("sabotage.py")
 
@@ -95,6 +96,29 @@ def test_a_damaged_shard_is_named_before_training(
     assert str(shard) in outcome.errors
     end = run_of(config).attempts()[-1]
     assert (end["event"], end["exit_code"]) == ("end", 3)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_storage_that_fails_is_worth_another_start(
+    processes: int, tmp_path: Path, odd_config: Callable, short_data: Path, train: Callable, run_of: Callable
+) -> None:
+    """The error is a real one: that of reading the beginning of a process's memory."""
+    data = tmp_path / "shards"
+    shutil.copytree(short_data, data)
+    shard = sorted((data / "train").glob("*.zstd"))[-1]
+    whole = shard.rename(tmp_path / "whole")
+    shard.symlink_to("/proc/self/mem")
+    config = odd_config(tmp_path, data)
+    outcome = train(processes, config)
+    assert outcome.exit_code == StorageError.exit_code
+    assert StorageError.exit_code not in FINAL_CODES
+    assert outcome.error_lines == [
+        f"mesatron: Cannot read shard {shard}: Input/output error; start the same command again once its storage "
+        "answers."
+    ]
+    assert run_of(config).attempts()[-1]["exit_code"] == StorageError.exit_code
+    whole.replace(shard)
+    assert train(processes, config).exit_code == 0
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -15,7 +15,7 @@ from mesatron.checkpoint.retention import remove, remove_leftovers
 from mesatron.checkpoint.verify import CheckpointInfo, find_latest, list_checkpoints
 from mesatron.config import Config, changed_keys, dump_config, load_config
 from mesatron.config.mixers import SECTIONS
-from mesatron.errors import ENDED_AFTER_SAVING, CheckpointError, ConfigError, LossSpikeError, refused_path
+from mesatron.errors import ENDED_AFTER_SAVING, CheckpointError, ConfigError, LossSpikeError, StorageError, refused_path
 from mesatron.files import replace_file
 from mesatron.monitor.attempts import Attempt, read_attempts
 from mesatron.monitor.goodput import Goodput, Ledger, account
@@ -79,7 +79,8 @@ class Run:
         """Take the folder, decide where to go on and log the attempt; `local` is taken if it is newer.
 
         Raises ConfigError when another process trains in it or when keys changed that alter the result, unless
-        `allow_changes`; CheckpointError when the model itself changed or none of the checkpoints verifies.
+        `allow_changes`; CheckpointError when the model itself changed or none of the checkpoints verifies, StorageError
+        if that is since one cannot be read.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -90,16 +91,16 @@ class Run:
         self._take()
         checkpoints = self.folder / "checkpoints"
         latest, skipped = find_latest(checkpoints)
-        unreadable = [info for info in skipped if info.path.name.startswith("step-")]
+        unsound = [info for info in skipped if info.path.name.startswith("step-")]
         newer_local = local is not None and (latest is None or local.step > latest.step)
         if newer_local:
             latest = local
-        if latest is None and unreadable:
-            newest = unreadable[0]
-            raise CheckpointError(
-                f"No checkpoint in {checkpoints} verifies ({newest.path.name}: {newest.reason.rstrip('.')}); repair "
-                "one or move them away to start from the beginning."
-            )
+        if latest is None and unsound:
+            newest = next((info for info in unsound if info.status == "unreadable"), unsound[0])
+            what = f"No checkpoint in {checkpoints} verifies ({newest.path.name}: {newest.reason.rstrip('.')})"
+            if newest.status == "unreadable":
+                raise StorageError(f"{what}; start the same command again once its storage answers.")
+            raise CheckpointError(f"{what}; repair one or move them away to start from the beginning.")
         # Before the first checkpoint there is nothing that other settings could spoil.
         notes = compare_with(latest.path, self.config, allow_changes) if latest else []
         notes += [f"Passing over {info.path}: {info.reason.rstrip('.')}." for info in skipped]
@@ -112,7 +113,7 @@ class Run:
         self.attempt = Attempt(
             self.folder / "attempts.jsonl", step or None, last_metrics(self.folder / "metrics.jsonl")
         )
-        for info in unreadable:
+        for info in unsound:
             self.attempt.decide(step, f"went on without {info.path}: {info.reason.rstrip('.')}")
         removed = self.stop.watch_folder(self.attempt)
         for decision in removed:
@@ -122,9 +123,12 @@ class Run:
         identifier = f"attempt-{self.attempt.number:04d}"
         left = remove_leftovers(checkpoints, identifier)
         notes += [f"{path} could not be removed yet." for path in left]
-        for info in unreadable:
-            if info.status == "damaged":
-                notes.append(f"{info.path.name} now lies in {set_aside(info.path, 'damaged', identifier)}.")
+        for info in unsound:
+            if info.status != "incomplete":
+                try:
+                    notes.append(f"{info.path.name} now lies in {set_aside(info.path, 'damaged', identifier)}.")
+                except OSError as error:
+                    notes.append(f"{info.path.name} cannot be set aside: {error.strerror}.")
         replace_file(self.folder / "config.yaml", [dump_config(self.config).encode()])
         replace_file(self.folder / "environment.json", [json.dumps(environment, indent=1).encode() + b"\n"])
         left_out = Skipped.read(self.folder)

@@ -16,12 +16,14 @@ hang=7      the last process waits for something that never comes while it works
 slow=N      each batch takes N tenths of a second longer, the rehearsal 5 N and each tensor saved or restored N / 20
 garbage=40,41  the tokens of these global batches, counted from 0, are those that are rare elsewhere
 lag=N       every block takes the last process N hundredths of a second longer
+stuck=NAME  nothing of that name can be renamed, as on a bad disk
 mapped=7    the process ends with code 1 before step 7 if it still maps files of a checkpoint
 request=7   a file that asks to stop appears in the run folder in step 7; request=save: when the first step is saved;
             request=save,any: one to any attempt
 """
 
 import dataclasses
+import errno
 import os
 import re
 import resource
@@ -156,6 +158,15 @@ def work(times: float) -> None:
         pass
 
 
+def refusing(rename: Callable) -> Callable:
+    def sabotaged(source: str | os.PathLike[str], *arguments: object, **options: object) -> None:
+        if Path(source).name == value:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
+        rename(source, *arguments, **options)
+
+    return sabotaged
+
+
 def slowly(function: Callable, times: float) -> Callable:
     def slow(*arguments: object, **options: object) -> object:
         work(times)
@@ -183,6 +194,8 @@ Trainer._train_step, Trainer._rehearse = sabotaged_step, sabotaged_rehearsal
 ZeroEngine.backward, ZeroEngine._set_lr = sabotaged_backward, sabotaged_set_lr
 if fault == "garbage":
     TrainStream._read = read_garbage
+if fault == "stuck":
+    os.rename = refusing(os.rename)
 if fault == "lag":
     Block.forward = lagging(Block.forward)
 if fault == "slow":

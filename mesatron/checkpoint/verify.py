@@ -1,5 +1,6 @@
 """Find checkpoints on disk and tell the complete ones from the rest. Free of torch; nothing on the disk is changed."""
 
+import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,10 +46,13 @@ def list_checkpoints(root: Path, deep: bool = False) -> list[CheckpointInfo]:
     return sorted(found, key=lambda info: info.step)
 
 
-def find_latest(root: Path) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
-    """The newest checkpoint whose every checksum is right, and the newer ones passed over, each with its reason."""
+def find_latest(root: Path, before: float = math.inf) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
+    """The newest checkpoint whose every checksum is right, and the newer ones passed over, each with its reason.
+
+    before: a step from which on nothing is looked at.
+    """
     skipped: list[CheckpointInfo] = []
-    for info in reversed(list_checkpoints(root)):
+    for info in reversed([info for info in list_checkpoints(root) if info.step < before]):
         if info.status == "complete":
             info = _examine(info.path, info.step, deep=True)
         if info.status == "complete":

@@ -138,7 +138,7 @@ class Run:
         """Undo a spike in the first process: remove the checkpoints from the step before it on, leave its batches out.
 
         `spike.to_step` is found here; `what` describes the spike. Raises LossSpikeError when the run has gone back
-        `train.max_rewinds` times.
+        `train.max_rewinds` times, and when of the checkpoints that were saved before the spike none is left.
         """
         self.fence()
         skipped = Skipped.read(self.folder)
@@ -148,10 +148,18 @@ class Run:
                 "train.peak_lr, or raise train.max_rewinds or train.spike_sigma to go on."
             )
         checkpoints = self.folder / "checkpoints"
-        for info in list_checkpoints(checkpoints):
-            if info.step >= spike.first_step - 1 and info.path.name.startswith("step-"):
+        first_suspect = spike.first_step - 1
+        latest, _ = find_latest(checkpoints, first_suspect)
+        if latest is None and first_suspect > self.config.checkpoint.every_steps:
+            raise LossSpikeError(
+                f"After step {spike.last_step} {what}, and no sound checkpoint of before step {first_suspect} is left; "
+                "begin under another name with a larger checkpoint.keep_last, or set train.spike_sigma to 0 to go on "
+                "from the newest."
+            )
+        # Newest first: after a kill in between, a resume must not take the end of the spike.
+        for info in reversed(list_checkpoints(checkpoints)):
+            if info.step >= first_suspect and info.path.name.startswith("step-"):
                 remove(info.path, attempt)
-        latest, _ = find_latest(checkpoints)
         if latest:
             point_latest(checkpoints, latest.path.name)
         else:

@@ -37,7 +37,7 @@ class NonFiniteError(MesatronError):
 
 
 class LossSpikeError(MesatronError):
-    """The loss has risen again after the run went back as often as it may."""
+    """The loss has risen again after the run went back as often as it may, or with nothing left to go back to."""
 
     exit_code = 5
 

@@ -61,12 +61,11 @@ def main() -> None:
         _leave(INTERRUPTED)
     except BrokenPipeError:  # nobody reads any more, as after `| head`
         os._exit(1)
-    except OSError as error:
-        if error.filename is None:
-            raise
-        report(unusable_path(error))
-        _leave(ConfigError.exit_code)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:
+            fault = unusable_path(error)
+            report(fault)
+            _leave(fault.exit_code)
         traceback.print_exc()
         _leave(1)
 

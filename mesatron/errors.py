@@ -6,6 +6,8 @@ A message is one sentence: what is wrong, where, and what to do. The command lin
 import sys
 
 from mesatron_data.errors import DataError
+from mesatron_data.errors import StorageError as _StorageError
+from mesatron_data.files import storage_failed
 
 
 class MesatronError(Exception):
@@ -35,7 +37,7 @@ class NonFiniteError(MesatronError):
 
 
 class LossSpikeError(MesatronError):
-    """The loss has risen again after the run went back as often as it may."""
+    """The loss has risen again after the run went back as often as it may, or with nothing left to go back to."""
 
     exit_code = 5
 
@@ -69,6 +71,12 @@ class VariantError(MesatronError):
     """Variants of a comparison failed; the others were trained and measured."""
 
     exit_code = 10
+
+
+class StorageError(MesatronError):
+    """A file system does not answer as it should; it may do so at another start."""
+
+    exit_code = _StorageError.exit_code
 
 
 class StoppedEarly(MesatronError):
@@ -117,6 +125,13 @@ def last_report(output: str) -> str | None:
     return said[-1].removeprefix(SPEAKER) if said else None
 
 
-def unusable_path(error: OSError) -> ConfigError:
-    """The fault to report for a path that the system refuses to use."""
-    return ConfigError(f"Cannot use {error.filename}: {error.strerror}; check the path and its permissions.")
+def unusable_path(error: OSError) -> MesatronError:
+    """The fault to report for a path that the system refuses to use, or whose storage has failed."""
+    return refused_path(error, f"Cannot use {error.filename}: {error.strerror}", "check the path and its permissions")
+
+
+def refused_path(error: OSError, what: str, advice: str) -> MesatronError:
+    """The fault to report for an error of the system: a StorageError, or else a ConfigError with `advice`."""
+    if storage_failed(error):
+        return StorageError(f"{what}; start the same command again once its storage answers.")
+    return ConfigError(f"{what}; {advice}.")

@@ -18,9 +18,13 @@ NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @contextmanager
 def reporting_full_disk(path: Path, needed_bytes: int | None = None) -> Iterator[None]:
-    """Turn "no space left", "quota exceeded" and "file too large" into a one-line DiskFullError that names `path`."""
+    """Turn "no space left", "quota exceeded" and "file too large" into a one-line DiskFullError that names `path`.
+
+    Other operating system errors name it too.
+    """
     try:
-        yield
+        with naming(path):
+            yield
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
@@ -28,6 +32,17 @@ def reporting_full_disk(path: Path, needed_bytes: int | None = None) -> Iterator
         raise DiskFullError(
             f"No space left to write {path}{size} ({error.strerror}); free some space and start the same command again."
         ) from error
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let operating system errors from an open file name `path`, as those from opening it do by themselves."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextmanager
@@ -100,7 +115,8 @@ def sync_file(path: Path) -> None:
     """Bring a file's content to the disk, whoever wrote it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

@@ -18,7 +18,7 @@ from typing import Any
 import zstandard
 
 from mesatron_data.errors import DataError, DiskFullError
-from mesatron_data.files import disk_full
+from mesatron_data.files import cannot_read, disk_full
 from mesatron_data.mosaic import streaming
 from mesatron_data.store import read_bytes
 
@@ -64,7 +64,7 @@ class ShardCache:
         """Return the sample at a place of a shard as it was written.
 
         Raises DataError when the shard is missing or, after a second try, damaged, and when the limit makes readers
-        remove each other's shards; DiskFullError without space.
+        remove each other's shards; StorageError when the second try cannot read it either; DiskFullError without space.
         """
         for _ in range(ATTEMPTS):
             try:
@@ -116,6 +116,8 @@ class ShardCache:
                     f"No space left to unpack shard {packed} into {self._folder}: free some, or use another "
                     "cache folder."
                 ) from error
+            if isinstance(error, OSError):
+                raise cannot_read(f"shard {packed} of {self._source}", error, PREPARE_AGAIN) from error
             raise DataError(
                 f"Cannot read shard {packed} of {self._source} ({' '.join(str(error).split())}): {PREPARE_AGAIN}."
             ) from error

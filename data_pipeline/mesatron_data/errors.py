@@ -11,3 +11,9 @@ class DiskFullError(DataError):
     """There is no space left to write shards or a tokenizer."""
 
     exit_code = 7
+
+
+class StorageError(DataError):
+    """A file system or an object store does not answer as it should; it may do so at another start."""
+
+    exit_code = 11

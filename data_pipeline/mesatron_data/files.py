@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mesatron_data.errors import DataError, DiskFullError
+from mesatron_data.errors import DataError, DiskFullError, StorageError
+
+FOR_A_PERSON = {
+    errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG,
+    errno.EEXIST, errno.ENOTEMPTY, errno.ENXIO, errno.ENODEV, errno.EXDEV, errno.EINVAL, errno.ENOSYS,
+    errno.EOPNOTSUPP, errno.EMSGSIZE, errno.EREMCHG, errno.ENOLCK,
+}  # fmt: skip
+"""Of an operating system error: another start would meet it again, until somebody has mended what it names."""
 
 
 def disk_full(error: BaseException) -> bool:
@@ -15,9 +22,26 @@ def disk_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def storage_failed(error: BaseException) -> bool:
+    """Whether an error is one that storage may have got over by another start, as EIO, ESTALE or a time-out."""
+    if not isinstance(error, OSError) or disk_full(error):
+        return False
+    if error.errno is None:
+        return isinstance(error, TimeoutError | ConnectionError)
+    return error.errno not in FOR_A_PERSON
+
+
+def cannot_read(what: str, error: OSError, advice: str) -> DataError:
+    """The fault to report for a file that cannot be read: a StorageError, or else a DataError with `advice`."""
+    reason = error.strerror or error
+    if storage_failed(error):
+        return StorageError(f"Cannot read {what}: {reason}; start the same command again once its storage answers.")
+    return DataError(f"Cannot read {what}: {reason}; {advice}.")
+
+
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn an operating system error while writing into `folder` into a DiskFullError or a DataError."""
+    """Turn an operating system error while writing into `folder` into a DiskFullError, StorageError or DataError."""
     try:
         yield
     except OSError as error:
@@ -25,7 +49,8 @@ def writing(folder: Path) -> Iterator[None]:
             raise DiskFullError(
                 f"No space left while writing {folder}: free some space, or choose another output folder."
             ) from error
-        raise DataError(
+        kind = StorageError if storage_failed(error) else DataError
+        raise kind(
             f"Cannot write {error.filename or folder}: {error.strerror or error}; choose another output folder."
         ) from error
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mesatron_data.errors import DataError
-from mesatron_data.files import sha256
+from mesatron_data.files import cannot_read, sha256
 from mesatron_data.records import PLACES_KEPT
 from mesatron_data.store import normal, read_bytes
 
@@ -143,9 +143,7 @@ def read_file(folder: str, name: str) -> bytes:
             f"No {name} in {folder}: prepare the data with `mesatron data prepare`, or correct the path."
         ) from error
     except OSError as error:
-        raise DataError(
-            f"Cannot read {folder}/{name}: {error.strerror or error}; check the path and its permissions."
-        ) from error
+        raise cannot_read(f"{folder}/{name}", error, "check the path and its permissions") from error
 
 
 def read_json(folder: str, name: str) -> dict[str, Any]:

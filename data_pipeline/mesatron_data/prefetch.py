@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from mesatron_data.errors import DataError
+from mesatron_data.errors import StorageError
 
 T = TypeVar("T")
 CLOSE_SECONDS = 5.0
@@ -50,8 +50,8 @@ class Prefetcher(Generic[T]):
             thread.start()
 
     def next(self) -> T:
-        """Return the next result. Raises what `read` raised, or DataError when the result takes longer than the
-        time-out."""
+        """Return the next result. Raises what `read` raised, or StorageError when the result takes longer than
+        the time-out."""
         with self._changed:
             position = self._next_out
             self._limit = min(position + self._ahead + 1, self._end)
@@ -62,7 +62,7 @@ class Prefetcher(Generic[T]):
                 return self._ready.pop(position)
             if self._failure is not None:
                 raise self._failure
-            raise DataError(
+            raise StorageError(
                 f"{self._what} {position} did not arrive within {self._timeout_seconds:g} s: check that the "
                 "data folder's storage answers, "
                 f"or raise the time-out."

@@ -30,6 +30,7 @@ import fsspec
 import zstandard
 
 from mesatron_data.errors import DataError
+from mesatron_data.files import cannot_read
 from mesatron_data.store import reaching
 
 SPLITS = ("train", "validation")
@@ -134,9 +135,7 @@ def read_documents(file: InputFile, counts: Counts) -> Iterator[Document]:
     except _Truncated as truncated:
         counts.truncated[file.name] = (truncated.bytes_read, file.bytes)
     except OSError as error:
-        raise DataError(
-            f"Cannot read {file.url}: {error.strerror or error}; check the path and its permissions."
-        ) from error
+        raise cannot_read(file.url, error, "check the path and its permissions") from error
 
 
 def check_skipped(

@@ -11,8 +11,17 @@ from typing import Any
 
 import fsspec
 
-from mesatron_data.errors import DataError
-from mesatron_data.files import disk_full
+from mesatron_data.errors import DataError, StorageError
+from mesatron_data.files import disk_full, storage_failed
+
+STATUS = ("status", "status_code", "code")
+"""Attributes in which the libraries' errors keep a status of HTTP."""
+UNREACHABLE = {
+    "ConnectionError", "HTTPClientError", "ClientConnectionError", "ClientPayloadError", "ServiceRequestError",
+    "ServiceResponseError", "TimeoutError",
+}  # fmt: skip
+"""Names of the classes of errors by which Python, botocore, aiohttp, requests and Azure's library say that a store
+could not be reached, or that a connection to it broke."""
 
 
 def is_remote(folder: str) -> bool:
@@ -27,8 +36,9 @@ def normal(folder: str | Path) -> str:
 
 @contextmanager
 def reaching(place: str) -> Iterator[None]:
-    """Turn what a store's library raises about `place` into a DataError of one sentence; a missing file stays
-    FileNotFoundError, so that callers can say what it means, and a full disk an OSError."""
+    """Turn what a store's library raises about `place` into a DataError of one sentence, a StorageError if another
+    start may fare better; a missing file stays FileNotFoundError, so that callers can say what it means, and a full
+    disk an OSError."""
     try:
         yield
     except (DataError, FileNotFoundError):
@@ -37,7 +47,19 @@ def reaching(place: str) -> Iterator[None]:
         if disk_full(error) or (isinstance(error, OSError) and not is_remote(place)):
             raise
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        raise DataError(f"Cannot reach {place} ({reason}); check the URL, credentials and network.") from error
+        kind = StorageError if _may_pass(error) else DataError
+        raise kind(f"Cannot reach {place} ({reason}); check the URL, credentials and network.") from error
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether an error, or one that it was raised for, says that the store was out of reach or failed on its side."""
+    while error is not None:
+        status = next((value for name in STATUS if isinstance(value := getattr(error, name, None), int)), 0)
+        known = {kind.__name__ for kind in type(error).__mro__} & UNREACHABLE
+        if storage_failed(error) or known or status >= 500:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def read_bytes(place: str) -> bytes:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from mesatron_data.byte_bpe import GPT2_FILES, ByteBpe, from_gpt2_files
 from mesatron_data.errors import DataError
-from mesatron_data.files import sha256
+from mesatron_data.files import cannot_read, sha256
 from mesatron_data.manifest import load_manifest, read_file
 from mesatron_data.records import LONE_SURROGATE
 from mesatron_data.sentence_piece import SentencePiece
@@ -81,10 +81,8 @@ class Tokenizer:
         try:
             model = from_gpt2_files(*(path.with_name(name) for name in pair)) if pair else path.read_bytes()
         except OSError as error:
-            raise DataError(
-                f"Cannot read the tokenizer {error.filename or path}: {error.strerror}; train one with `mesatron "
-                "tokenizer train` or correct the path."
-            ) from error
+            advice = "train one with `mesatron tokenizer train` or correct the path"
+            raise cannot_read(f"the tokenizer {error.filename or path}", error, advice) from error
         tokenizer = cls(model, path)
         if path.name == MODEL_FILE and trained_as(path.parent).get("sha256", tokenizer.sha256) != tokenizer.sha256:
             raise DataError(

@@ -10,7 +10,7 @@ from typing import Any
 import zstandard
 
 from mesatron_data.errors import DataError
-from mesatron_data.files import sha256, write_atomically
+from mesatron_data.files import cannot_read, sha256, write_atomically
 from mesatron_data.manifest import Manifest, load_manifest, read_file
 from mesatron_data.mds import decode_shard, shard_files
 from mesatron_data.pack import padding
@@ -106,9 +106,7 @@ def _read(folder: str, expected: dict[str, Any]) -> bytes:
     try:
         data = read_bytes(place)
     except OSError as error:
-        raise DataError(
-            f"Shard {place} cannot be read ({error.strerror or error}): restore it or prepare again with --overwrite."
-        ) from error
+        raise cannot_read(f"shard {place}", error, "restore it or prepare again with --overwrite") from error
     _check_bytes(place, data, expected)
     return data
 

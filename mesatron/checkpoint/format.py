@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from mesatron.errors import CheckpointError
-from mesatron.files import sync_folder
+from mesatron.files import naming, sync_folder
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -50,7 +50,7 @@ def to_json(value: Any) -> bytes:
 def sha256_of_file(path: Path, start: int = 0, stop: int | None = None) -> str:
     """SHA-256, in hexadecimal, of the bytes `start` to `stop` of a file (to its end if None)."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with path.open("rb") as file, naming(path):
         file.seek(start)
         rest = (path.stat().st_size if stop is None else stop) - start
         while rest > 0 and (block := file.read(min(rest, _BLOCK_BYTES))):
@@ -61,7 +61,7 @@ def sha256_of_file(path: Path, start: int = 0, stop: int | None = None) -> str:
 
 def tensor_bounds(path: Path) -> dict[str, tuple[int, int]]:
     """First byte and end of every tensor in a safetensors file. Raises ValueError when it has no such header."""
-    with path.open("rb") as file:
+    with path.open("rb") as file, naming(path):
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
         header = json.loads(file.read(min(length, path.stat().st_size)))
     try:
@@ -83,7 +83,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        with naming(path):
+            manifest = json.loads(path.read_bytes())
         checksum = manifest.pop("manifest_sha256")
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST}; choose another.") from None

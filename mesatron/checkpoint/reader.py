@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from mesatron.checkpoint import format as fmt
-from mesatron.checkpoint.tensors import tensor_bytes
+from mesatron.checkpoint.tensors import DTYPES, tensor_bytes
 from mesatron.checkpoint.verify import find_latest
 from mesatron.errors import CheckpointError
+from mesatron.files import naming
 
 
 class CheckpointReader:
@@ -30,14 +30,15 @@ class CheckpointReader:
         self.step: int = manifest["step"]
         self.ranks: int = manifest["ranks"]
         self._tensors: dict[str, dict[str, Any]] = manifest["tensors"]
-        self._files: dict[str, Any] = {}
         self._bounds: dict[Path, dict[str, tuple[int, int]]] = {}
         self.state: dict[str, Any] = json.loads(self.text(fmt.STATE))
 
     def text(self, name: str) -> str:
         """A text file of the checkpoint, as config.yaml. Raises CheckpointError if it is missing."""
+        path = self.folder / name
         try:
-            return (self.folder / name).read_text()
+            with naming(path):
+                return path.read_text()
         except FileNotFoundError:
             raise CheckpointError(f"{self.folder} has no {name}; choose another checkpoint.") from None
 
@@ -50,23 +51,17 @@ class CheckpointReader:
         return tuple(self._entry(kind, name)["shape"])
 
     def tensor(self, kind: str, name: str) -> torch.Tensor:
-        """A tensor on the CPU, mapped from its file and compared with its checksum; changing it leaves the file alone.
+        """A tensor on the CPU, compared with its checksum.
 
-        Raises CheckpointError if there is none of that name or its bytes have changed.
+        It is read, not mapped: a mapped file takes memory where it lies in some, and cannot be removed on NFS. Raises
+        CheckpointError if there is none of that name or its bytes have changed, OSError if its file cannot be read.
         """
         entry = self._entry(kind, name)
-        file = entry["file"]
-        try:
-            if file not in self._files:
-                self._files[file] = safe_open(self.folder / file, framework="pt")
-            tensor = self._files[file].get_tensor(name)
-        except Exception as error:  # the library's error type is its own and says nothing of the checkpoint
-            raise CheckpointError(
-                f"Tensor {name} cannot be read from {self.folder / file} ({error}); choose another checkpoint."
-            ) from error
+        tensor = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+        self.read(kind, name, [(0, 0, tensor.numel())], tensor.view(-1))
         if hashlib.sha256(tensor_bytes(tensor)).hexdigest() != entry["sha256"]:
             raise CheckpointError(
-                f"{self.folder / file} is damaged: tensor {name} has changed; choose another checkpoint."
+                f"{self.folder / entry['file']} is damaged: tensor {name} has changed; choose another checkpoint."
             )
         return tensor
 
@@ -74,7 +69,8 @@ class CheckpointReader:
         """Fill parts of `into`, flat and of the tensor's type on the CPU: nothing else of the tensor is in memory.
 
         stretches: (element of the tensor, element of `into`, number of elements). No checksum covers a part: `verify`
-        the checkpoint first. Raises CheckpointError if there is no tensor of that name or its file is too short.
+        the checkpoint first. Raises CheckpointError if there is no tensor of that name or its file is too short, and
+        OSError if the file cannot be read.
         """
         path, size = self.folder / self._entry(kind, name)["file"], into.dtype.itemsize
         data = tensor_bytes(into)
@@ -82,14 +78,14 @@ class CheckpointReader:
             if path not in self._bounds:
                 self._bounds[path] = fmt.tensor_bounds(path)
             begin, end = self._bounds[path][name]
-            with path.open("rb", buffering=0) as file:
+            with path.open("rb", buffering=0) as file, naming(path):
                 for there, here, count in stretches:
                     rest, position = data[here * size : (here + count) * size], begin + there * size
                     while rest and (read := os.preadv(file.fileno(), [rest], position)):
                         rest, position = rest[read:], position + read
                     if rest or position > end:
                         raise ValueError("it ends early")
-        except (OSError, ValueError, LookupError) as error:
+        except (FileNotFoundError, ValueError, LookupError) as error:
             raise CheckpointError(
                 f"Tensor {name} cannot be read from {path} ({error}); choose another checkpoint."
             ) from error

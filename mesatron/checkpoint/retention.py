@@ -1,5 +1,10 @@
-"""Which checkpoints stay: the last few, every n-th step for good, and never half a folder."""
+"""Which checkpoints stay: the last few, every n-th step for good, and never half a folder.
 
+What lies under a name that no reader takes for a checkpoint may stay a while: NFS keeps a file that a process maps, and
+one that was stopped may still be writing. That is no reason to end a run; the next start tries again.
+"""
+
+import os
 import shutil
 from pathlib import Path
 
@@ -12,31 +17,42 @@ def prune(root: Path, saved_step: int, keep_last: int, keep_every_steps: int | N
 
     saved_step: the step just saved. Newer folders come from a future that was given up when an older checkpoint was
     resumed; they neither count nor are touched. keep_every_steps: multiples of it stay for good (None: none do).
-    Returns the folders removed.
+    Returns what could not be removed yet.
     """
     steps = [info for info in list_checkpoints(root) if info.status == "complete" and info.step <= saved_step]
-    removed = []
+    left = []
     for info in steps[: max(len(steps) - keep_last, 0)]:
         if keep_every_steps is None or info.step % keep_every_steps:
-            remove(info.path, attempt)
-            removed.append(info.path)
-    return removed
+            try:
+                left += remove(info.path, attempt)
+            except OSError:  # the next save tries again
+                left.append(info.path)
+    return left
 
 
-def remove(checkpoint: Path, attempt: str) -> None:
-    """Remove a checkpoint: renamed first, so that a kill while its files go leaves no half of it under a good name."""
-    shutil.rmtree(fmt.set_aside(checkpoint, ".trash", attempt))
+def remove(checkpoint: Path, attempt: str) -> list[Path]:
+    """Remove a checkpoint: renamed first, so that a kill while its files go leaves no half of it under a good name.
+
+    Returns the folder of that name if it could not be removed yet. Raises OSError when the rename fails.
+    """
+    return _clear(fmt.set_aside(checkpoint, ".trash", attempt))
 
 
 def remove_leftovers(root: Path, attempt: str) -> list[Path]:
-    """Remove what dead attempts left half written or half removed, and return it; damaged checkpoints stay.
+    """Remove what dead attempts left half written or half removed; damaged checkpoints stay.
 
-    Call it on one rank before the first save, while no other process of the run is alive.
+    Call it on one rank before the first save, while no other process of the run is alive. Returns what could not be
+    removed yet.
     """
-    removed = []
+    left = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
         match = fmt.UNFINISHED_FOLDER.fullmatch(path.name)
         if match and match[3] != attempt and path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-            removed.append(path)
-    return removed
+            left += _clear(path)
+    return left
+
+
+def _clear(folder: Path) -> list[Path]:
+    """Remove as much of a folder as can be; returns it if it is still there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return [folder] if os.path.lexists(folder) else []

@@ -23,6 +23,7 @@ DTYPE_CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 _ALIGNMENT_BYTES = 8
 
 

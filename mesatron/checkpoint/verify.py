@@ -1,8 +1,11 @@
 """Find checkpoints on disk and tell the complete ones from the rest. Free of torch; nothing on the disk is changed."""
 
+import math
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,11 +15,14 @@ from mesatron.errors import CheckpointError
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A folder that is, was or should have become a checkpoint. reason: why it is not complete, else empty."""
+    """A folder that is, was or should have become a checkpoint. reason: why it is not complete, else empty.
+
+    An unreadable one may be found complete when its storage answers again.
+    """
 
     step: int
     path: Path
-    status: Literal["complete", "incomplete", "damaged"]
+    status: Literal["complete", "incomplete", "damaged", "unreadable"]
     reason: str = ""
 
 
@@ -26,8 +32,9 @@ def list_checkpoints(root: Path, deep: bool = False) -> list[CheckpointInfo]:
     Cheap by default: the manifest is intact and the files have their sizes. deep: checksums too, at the disk's speed.
     """
     found = []
-    for path in sorted(root.iterdir()) if root.is_dir() else []:
-        if path.is_symlink() or not path.is_dir():
+    for entry in sorted(os.scandir(root), key=attrgetter("name")) if root.is_dir() else []:
+        path = root / entry.name
+        if not entry.is_dir(follow_symlinks=False):  # known by the listing, for a folder that fails too
             continue
         if match := fmt.STEP_FOLDER.fullmatch(path.name):
             found.append(_examine(path, int(match[1]), deep))
@@ -39,10 +46,13 @@ def list_checkpoints(root: Path, deep: bool = False) -> list[CheckpointInfo]:
     return sorted(found, key=lambda info: info.step)
 
 
-def find_latest(root: Path) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
-    """The newest checkpoint whose every checksum is right, and the newer ones passed over, each with its reason."""
+def find_latest(root: Path, before: float = math.inf) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
+    """The newest checkpoint whose every checksum is right, and the newer ones passed over, each with its reason.
+
+    before: a step from which on nothing is looked at.
+    """
     skipped: list[CheckpointInfo] = []
-    for info in reversed(list_checkpoints(root)):
+    for info in reversed([info for info in list_checkpoints(root) if info.step < before]):
         if info.status == "complete":
             info = _examine(info.path, info.step, deep=True)
         if info.status == "complete":
@@ -64,6 +74,14 @@ def verify(folder: Path) -> None:
 def find_damage(folder: Path, deep: bool = True) -> str | None:
     """What is wrong with a checkpoint, first thing first; None if nothing is."""
     try:
+        return _find_damage(folder, deep)
+    except OSError as error:
+        return _unreadable(error)
+
+
+def _find_damage(folder: Path, deep: bool) -> str | None:
+    """The same; raises OSError for what cannot be read."""
+    try:
         manifest = fmt.read_manifest(folder)
     except CheckpointError as error:
         return str(error)
@@ -77,10 +95,17 @@ def find_damage(folder: Path, deep: bool = True) -> str | None:
 
 
 def _examine(path: Path, step: int, deep: bool) -> CheckpointInfo:
-    if not (path / fmt.MANIFEST).exists():
-        return CheckpointInfo(step, path, "incomplete", f"{fmt.MANIFEST} is missing")
-    damage = find_damage(path, deep)
+    try:
+        if not (path / fmt.MANIFEST).exists():
+            return CheckpointInfo(step, path, "incomplete", f"{fmt.MANIFEST} is missing")
+        damage = _find_damage(path, deep)
+    except OSError as error:
+        return CheckpointInfo(step, path, "unreadable", _unreadable(error))
     return CheckpointInfo(step, path, "damaged" if damage else "complete", damage or "")
+
+
+def _unreadable(error: OSError) -> str:
+    return f"{Path(error.filename).name} cannot be read ({error.strerror})"
 
 
 def _wrong_checksums(folder: Path, manifest: dict[str, Any]) -> Iterator[str]:

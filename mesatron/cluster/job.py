@@ -15,7 +15,7 @@ from mesatron.cluster.network import endpoint, free_port, source_address
 from mesatron.cluster.request import FOR_CLUSTER, FOR_USER, asked_by_user, withdraw
 from mesatron.cluster.words import LastWords, forget
 from mesatron.config import Config, accumulation_steps, data_parallel_size
-from mesatron.errors import ConfigError, FencedError, PeerLostError, StoppedEarly, UnfitError
+from mesatron.errors import ConfigError, FencedError, PeerLostError, StoppedEarly, StorageError, UnfitError
 from mesatron.files import replace_file
 
 LAUNCH_FOLDER = "launch"
@@ -118,7 +118,7 @@ def settle(config: Config) -> int:
         return code
     why = {
         FOR_CLUSTER: "stopped on the cluster's request", UnfitError.exit_code: "a node is unfit",
-        KILLED: "it failed or was killed",
+        StorageError.exit_code: "its storage failed", KILLED: "it failed or was killed",
     }.get(code, f"it ended with {code}")  # fmt: skip
     if not scheduler.may_be_requeued(note.job):
         return code

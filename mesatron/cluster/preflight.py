@@ -20,13 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mesatron_data.files import storage_failed
 from mesatron_data.manifest import load_manifest
 from mesatron_data.tokenizer import Tokenizer
 
 from mesatron.cluster.job import LAUNCH_FOLDER, UNFIT_FILE
 from mesatron.cluster.words import FOLDER, node_name
 from mesatron.config import Config, check_prepared
-from mesatron.errors import REPORTED, ConfigError, MesatronError, PeerLostError, UnfitError
+from mesatron.errors import REPORTED, ConfigError, MesatronError, PeerLostError, StorageError, UnfitError
 from mesatron.kernel_choice import choose_kernels
 from mesatron.parallel import distributed
 
@@ -40,12 +41,16 @@ ROUNDS = 3
 
 @dataclass
 class Findings:
-    """What a process says of its node: `problems`, a clause each, and `facts` that should be the same everywhere."""
+    """What a process says of its node: `problems`, a clause each, and `facts` that should be the same everywhere.
+
+    storage_failed: a problem may be gone at another start.
+    """
 
     node: str
     problems: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
     has_gpu: bool = False
+    storage_failed: bool = False
 
 
 def examine(config: Config) -> Findings:
@@ -58,6 +63,7 @@ def examine(config: Config) -> Findings:
             check()
         except (*REPORTED, OSError, RuntimeError) as error:
             found.problems.append(" ".join(str(error).split()).rstrip("."))
+            found.storage_failed |= storage_failed(error) or getattr(error, "exit_code", 0) == StorageError.exit_code
 
     def gpus() -> None:
         found.has_gpu = torch.cuda.is_available()
@@ -107,7 +113,7 @@ def examine(config: Config) -> Findings:
 def judge(findings: Sequence[Findings]) -> dict[str, str]:
     """The nodes that are unfit, with the reason; empty if all is well.
 
-    Raises ConfigError for a problem that all nodes have, since other nodes would have it too.
+    Raises ConfigError for a problem that all nodes have, since other nodes would have it too, or StorageError.
     """
     nodes = {finding.node for finding in findings}
     unfit: dict[str, str] = {}
@@ -115,7 +121,8 @@ def judge(findings: Sequence[Findings]) -> dict[str, str]:
         if finding.problems:
             unfit.setdefault(finding.node, "; ".join(finding.problems))
     if nodes == unfit.keys():
-        raise ConfigError(f"No node is fit for the run: {next(iter(unfit.values()))}.")
+        kind = StorageError if any(finding.storage_failed for finding in findings) else ConfigError
+        raise kind(f"No node is fit for the run: {next(iter(unfit.values()))}.")
     for fact in sorted({name for finding in findings for name in finding.facts}):
         values = Counter(finding.facts.get(fact, "none") for finding in findings if finding.node not in unfit)
         if len(values) > 1:
@@ -130,8 +137,8 @@ def judge(findings: Sequence[Findings]) -> dict[str, str]:
 def run(config: Config, seconds: float) -> str:
     """Examine all nodes together; returns a line of what was found, the same in all processes.
 
-    Raises UnfitError naming nodes that are unfit, ConfigError for what is wrong everywhere, and PeerLostError when not
-    all processes have answered within `seconds`.
+    Raises UnfitError naming nodes that are unfit, ConfigError or StorageError for what is wrong everywhere, and
+    PeerLostError when not all processes have answered within `seconds`.
     """
     config.run_folder.mkdir(parents=True, exist_ok=True)
     own = examine(config)
@@ -155,7 +162,7 @@ def run(config: Config, seconds: float) -> str:
             raise _by_all(UnfitError("; ".join(f"Node {node} is unfit: {why}" for node, why in unfit.items()) + "."))
         backend = "nccl" if own.has_gpu else "gloo"
         reduced = _try_reduce(backend, timeout) if size > 1 else ""
-    except ConfigError as error:
+    except (ConfigError, StorageError) as error:
         raise _by_all(error) from None
     except (RuntimeError, dist.DistError) as error:
         if distributed.is_lost_peer(error) or "timed out" in str(error).lower():

@@ -65,6 +65,14 @@ def _problems(config: Config):
         )
     if config.monitor.profile_step > train.steps:
         yield f"monitor.profile_step ({config.monitor.profile_step}) must not exceed train.steps ({train.steps})."
+    # Those of the step before the spike and of its own steps are removed when the run goes back.
+    spoilt = -(-(train.spike_steps + 1) // config.checkpoint.every_steps)
+    if train.spike_sigma and train.max_rewinds and config.checkpoint.keep_last <= spoilt:
+        yield (
+            f"checkpoint.keep_last ({config.checkpoint.keep_last}) must exceed the checkpoints that a spike spoils, "
+            f"but of train.spike_steps + 1 = {train.spike_steps + 1} steps up to {spoilt} are saved with "
+            f"checkpoint.every_steps = {config.checkpoint.every_steps}."
+        )
     if (config.checkpoint.local_folder is None) != (config.checkpoint.local_every_steps == 0):
         yield (
             f"checkpoint.local_folder ({config.checkpoint.local_folder}) and checkpoint.local_every_steps "

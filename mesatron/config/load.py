@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from mesatron.config.checks import check
 from mesatron.config.schema import Config
-from mesatron.errors import ConfigError
+from mesatron.errors import ConfigError, refused_path
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -74,9 +74,10 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """The keys and values of a YAML file. Raises ConfigError when it cannot be read or holds none."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"Cannot read the config {path}: {reason}; check the path.") from None
+    except OSError as error:
+        raise refused_path(error, f"Cannot read the config {path}: {error.strerror}", "check the path") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"Cannot read the config {path}: it is not UTF-8 text; check the path.") from None
     try:
         values = yaml.load(text, _UniqueKeyLoader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has

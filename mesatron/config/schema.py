@@ -271,7 +271,7 @@ class CheckpointConfig(Section):
     every_steps: PositiveInt = 1000
     """Steps between checkpoints; the last step is always saved."""
     keep_last: PositiveInt = 3
-    """Newest checkpoints that stay."""
+    """Newest checkpoints that stay; with `train.spike_sigma` more than a spike can spoil, or none is left to go to."""
     keep_every_steps: NonNegativeInt = 0
     """Checkpoints at multiples of this stay for ever; 0 keeps none beyond `keep_last`."""
     asynchronous: bool = True

@@ -16,7 +16,7 @@ from mesatron.checkpoint.verify import CheckpointInfo, find_latest, list_checkpo
 from mesatron.cluster.job import check_owner
 from mesatron.config import Config, changed_keys, dump_config, load_config
 from mesatron.config.mixers import SECTIONS
-from mesatron.errors import ENDED_AFTER_SAVING, CheckpointError, ConfigError, LossSpikeError
+from mesatron.errors import ENDED_AFTER_SAVING, CheckpointError, ConfigError, LossSpikeError, StorageError, refused_path
 from mesatron.files import replace_file
 from mesatron.monitor.attempts import Attempt, read_attempts
 from mesatron.monitor.goodput import Goodput, Ledger, account
@@ -81,28 +81,28 @@ class Run:
         """Take the folder, decide where to go on and log the attempt; `local` is taken if it is newer.
 
         Raises ConfigError when another process trains in it or when keys changed that alter the result, unless
-        `allow_changes`; CheckpointError when the model itself changed or none of the checkpoints verifies; FencedError
-        in a job that has been started again since.
+        `allow_changes`; CheckpointError when the model itself changed or none of the checkpoints verifies, StorageError
+        if that is since one cannot be read; FencedError in a job that has been started again since.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(
-                f"Cannot make the run folder {self.folder}: {error.strerror}; check runs_folder."
+            raise refused_path(
+                error, f"Cannot make the run folder {self.folder}: {error.strerror}", "check runs_folder"
             ) from None
         self._take()
         checkpoints = self.folder / "checkpoints"
         latest, skipped = find_latest(checkpoints)
-        unreadable = [info for info in skipped if info.path.name.startswith("step-")]
+        unsound = [info for info in skipped if info.path.name.startswith("step-")]
         newer_local = local is not None and (latest is None or local.step > latest.step)
         if newer_local:
             latest = local
-        if latest is None and unreadable:
-            newest = unreadable[0]
-            raise CheckpointError(
-                f"No checkpoint in {checkpoints} verifies ({newest.path.name}: {newest.reason.rstrip('.')}); repair "
-                "one or move them away to start from the beginning."
-            )
+        if latest is None and unsound:
+            newest = next((info for info in unsound if info.status == "unreadable"), unsound[0])
+            what = f"No checkpoint in {checkpoints} verifies ({newest.path.name}: {newest.reason.rstrip('.')})"
+            if newest.status == "unreadable":
+                raise StorageError(f"{what}; start the same command again once its storage answers.")
+            raise CheckpointError(f"{what}; repair one or move them away to start from the beginning.")
         # Before the first checkpoint there is nothing that other settings could spoil.
         notes = compare_with(latest.path, self.config, allow_changes) if latest else []
         notes += [f"Passing over {info.path}: {info.reason.rstrip('.')}." for info in skipped]
@@ -115,7 +115,7 @@ class Run:
         self.attempt = Attempt(
             self.folder / "attempts.jsonl", step or None, last_metrics(self.folder / "metrics.jsonl")
         )
-        for info in unreadable:
+        for info in unsound:
             self.attempt.decide(step, f"went on without {info.path}: {info.reason.rstrip('.')}")
         removed = self.stop.watch_folder(self.attempt)
         for decision in removed:
@@ -123,10 +123,14 @@ class Run:
         notes += removed
         notes += [f"Attempt {number} ended without a word: it was killed." for number in self.attempt.killed]
         identifier = f"attempt-{self.attempt.number:04d}"
-        remove_leftovers(checkpoints, identifier)
-        for info in unreadable:
-            if info.status == "damaged":
-                notes.append(f"{info.path.name} now lies in {set_aside(info.path, 'damaged', identifier)}.")
+        left = remove_leftovers(checkpoints, identifier)
+        notes += [f"{path} could not be removed yet." for path in left]
+        for info in unsound:
+            if info.status != "incomplete":
+                try:
+                    notes.append(f"{info.path.name} now lies in {set_aside(info.path, 'damaged', identifier)}.")
+                except OSError as error:
+                    notes.append(f"{info.path.name} cannot be set aside: {error.strerror}.")
         replace_file(self.folder / "config.yaml", [dump_config(self.config).encode()])
         replace_file(self.folder / "environment.json", [json.dumps(environment, indent=1).encode() + b"\n"])
         left_out = Skipped.read(self.folder)
@@ -136,7 +140,7 @@ class Run:
         """Undo a spike in the first process: remove the checkpoints from the step before it on, leave its batches out.
 
         `to_step` and `attempt` of `spike` are found here; `what` describes it. Raises LossSpikeError when the run has
-        gone back `train.max_rewinds` times.
+        gone back `train.max_rewinds` times, and when of the checkpoints that were saved before the spike none is left.
         """
         self.fence()
         skipped = Skipped.read(self.folder)
@@ -146,10 +150,18 @@ class Run:
                 "train.peak_lr, or raise train.max_rewinds or train.spike_sigma to go on."
             )
         checkpoints = self.folder / "checkpoints"
-        for info in list_checkpoints(checkpoints):
-            if info.step >= spike.first_step - 1 and info.path.name.startswith("step-"):
+        first_suspect = spike.first_step - 1
+        latest, _ = find_latest(checkpoints, first_suspect)
+        if latest is None and first_suspect > self.config.checkpoint.every_steps:
+            raise LossSpikeError(
+                f"After step {spike.last_step} {what}, and no sound checkpoint of before step {first_suspect} is left; "
+                "begin under another name with a larger checkpoint.keep_last, or set train.spike_sigma to 0 to go on "
+                "from the newest."
+            )
+        # Newest first: after a kill in between, a resume must not take the end of the spike.
+        for info in reversed(list_checkpoints(checkpoints)):
+            if info.step >= first_suspect and info.path.name.startswith("step-"):
                 remove(info.path, attempt)
-        latest, _ = find_latest(checkpoints)
         if latest:
             point_latest(checkpoints, latest.path.name)
         else:
@@ -221,8 +233,10 @@ class Run:
                     f"Another process trains in {self.folder}; wait for it or choose another name."
                 ) from None
         except OSError as error:
-            raise ConfigError(
-                f"Cannot lock {self.folder} ({error.strerror}); put runs_folder on a file system that has locks."
+            raise refused_path(
+                error,
+                f"Cannot lock {self.folder} ({error.strerror})",
+                "put runs_folder on a file system that has locks",
             ) from None
 
 

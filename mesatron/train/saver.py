@@ -128,6 +128,8 @@ class Saver:
                 f"step {writing.step}: saved {writing.path} in {writing.seconds:.1f} s, of which training stood still "
                 f"for {stall_seconds:.2f} s"
             )
+            for path in writing.left:
+                self.hooks.say(f"step {writing.step}: {path} could not be removed yet")
 
     def finish(self, awaited_by: int | None = None) -> None:
         """Wait for the save under way, if there is one. All processes call it together.
@@ -177,6 +179,7 @@ class Writing(threading.Thread):
         world = saver.world
         self.step, self.seconds, self.progress = snapshot.step, 0.0, 0
         self.path: Path | None = None
+        self.left: list[Path] = []  # of older checkpoints, what could not be removed yet
         self.reported = False
         self._saver, self._snapshot, self._begin = saver, snapshot, begin
         self._agreement = Agreement(world.store, world.rank, world.size, next(world.numbers), self._go_on)
@@ -236,4 +239,4 @@ class Writing(threading.Thread):
         saver, settings, snapshot = self._saver, self._saver.settings, self._snapshot
         written, checked = self._agreement.told(WRITTEN), self._agreement.told(CHECKED)
         self._writer.commit(snapshot.state, snapshot.texts, written, checked, saver.hooks.fence)
-        prune(saver.root, self.step, settings.keep_last, settings.keep_every_steps or None, saver.attempt)
+        self.left = prune(saver.root, self.step, settings.keep_last, settings.keep_every_steps or None, saver.attempt)

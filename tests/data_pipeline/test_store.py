@@ -15,7 +15,7 @@ from pathlib import Path
 import boto3
 import numpy as np
 import pytest
-from mesatron_data.errors import DataError
+from mesatron_data.errors import DataError, StorageError
 from mesatron_data.inspect import inspect
 from mesatron_data.manifest import load_manifest
 from mesatron_data.plan import Options
@@ -327,7 +327,7 @@ def test_a_slow_store_shows_in_the_figures_and_ends_in_a_time_out(stored: str, g
     cold = TrainStream(stored, 4, cache_folder=tmp_path / "cold", workers=1, timeout_seconds=1, **ORDER)
     gate.open.clear()
     try:
-        with pytest.raises(DataError, match="Training batch 0 did not arrive within 1 s"):
+        with pytest.raises(StorageError, match="Training batch 0 did not arrive within 1 s"):
             next(cold)
         assert cold.figures()["batches_ready"] == 0
         assert cold.figures()["fetched_bytes"] == 0
@@ -337,6 +337,31 @@ def test_a_slow_store_shows_in_the_figures_and_ends_in_a_time_out(stored: str, g
     stream.close()
     assert stream.figures()["fetched_bytes"] > 0
     assert stream.figures()["fetch_seconds"] > 0
+
+
+class Failing(http.server.BaseHTTPRequestHandler):
+    """Answers each request with `status`, or hangs up where that is 0."""
+
+    status: int
+
+    def do_GET(self) -> None:
+        if self.status:
+            self.send_error(self.status)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_what_a_server_answers_tells_whether_another_start_is_worth_while() -> None:
+    kinds = {}
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Failing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for Failing.status in (500, 503, 0, 403, 404):
+            with pytest.raises(DataError) as caught:
+                load_manifest(f"http://127.0.0.1:{server.server_address[1]}/shards")
+            kinds[Failing.status] = type(caught.value)
+        server.shutdown()
+    assert kinds == {500: StorageError, 503: StorageError, 0: StorageError, 403: DataError, 404: DataError}
 
 
 def test_an_unreachable_store_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +374,7 @@ def test_an_unreachable_store_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
                 try:
                     load_manifest(folder)
                 except DataError as error:
-                    print(error)
+                    print(error.exit_code, error)
         """
         environment = os.environ | {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{unused.getsockname()[1]}", "AWS_MAX_ATTEMPTS": "1",
@@ -359,6 +384,6 @@ def test_an_unreachable_store_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, timeout=120
         )
     first, second = done.stdout.splitlines()
-    assert first.startswith("Cannot reach s3://data/shards/manifest.json (")
+    assert first.startswith("11 Cannot reach s3://data/shards/manifest.json (")
     assert first.endswith("; check the URL, credentials and network.")
-    assert "nosuchstore" in second
+    assert second.startswith("3 Cannot reach nosuchstore")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from mesatron_data.batch import IGNORED_TARGET, Batch
-from mesatron_data.errors import DataError
+from mesatron_data.errors import DataError, StorageError
 from mesatron_data.manifest import load_manifest
 from mesatron_data.mds import read_samples
 from mesatron_data.stream import TrainStream, ValidationSet, epoch_order
@@ -269,6 +269,14 @@ def test_a_damaged_shard_is_named_with_its_hashes(copy: Path, workers: int) -> N
 def test_a_missing_shard_is_named(copy: Path) -> None:
     (copy / "train/shard.00002.mds.zstd").unlink()
     with pytest.raises(DataError, match=r"Cannot read shard shard.00002.mds.zstd of .*train"):
+        read_epoch(copy)
+
+
+def test_a_shard_whose_storage_fails_is_no_damage(copy: Path) -> None:
+    """To read the beginning of a process's memory is an input/output error."""
+    (copy / "train/shard.00002.mds.zstd").unlink()
+    (copy / "train/shard.00002.mds.zstd").symlink_to("/proc/self/mem")
+    with pytest.raises(StorageError, match=r"Cannot read shard shard.00002.mds.zstd of .*train: Input/output error"):
         read_epoch(copy)
 
 

@@ -64,10 +64,14 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., 
     config = tiny_config(folder / "here")
     (folder / "empty").mkdir()
     (folder / "broken.yaml").write_text("train: {steps: 1")
+    (folder / "failing").mkdir()
+    for name in ("manifest.json", "config.yaml"):
+        (folder / "failing" / name).symlink_to("/proc/self/mem")  # to read its beginning is an input/output error
     resolved = load_config(config)
     return {
         "config": config, "run": trained_run, "empty": folder / "empty", "nowhere": folder / "nowhere",
-        "broken": folder / "broken.yaml", "shards": resolved.data.folder, "model": resolved.tokenizer.path,
+        "broken": folder / "broken.yaml", "failing": folder / "failing", "shards": resolved.data.folder,
+        "model": resolved.tokenizer.path,
     }  # fmt: skip
 
 
@@ -77,6 +81,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., 
         ("config check {nowhere}", 2, "No such file or directory"),
         ("config check {empty}", 2, "Is a directory"),
         ("config check {broken}", 2, "not valid YAML"),
+        ("config check {failing}/config.yaml", 11, "Cannot read the config {failing}/config.yaml: Input/output error"),
         ("config check {config} train.peak_lrr=1", 2, "did you mean 'train.peak_lr'?"),
         ("config check {config} train.peak_lr", 2, "is not of the form section.key=value"),
         ("config check {config} train.x\ny=1", 2, "unknown key 'train.x y'"),
@@ -100,12 +105,14 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., 
         ("summary {run}/checkpoints/latest", 2, "is a checkpoint; give the run folder"),
         ("data verify {empty}", 3, "No manifest.json in {empty}"),
         ("data verify {nowhere}", 3, "No manifest.json in {nowhere}"),
+        ("data verify {failing}", 11, "Cannot read {failing}/manifest.json: Input/output error; start the same"),
         ("data inspect {config}", 3, "Cannot read {config}/manifest.json: Not a directory"),
         ("summary {empty}", 2, "{empty} is no run folder"),
         ("summary {nowhere}", 2, "{nowhere} is no run folder"),
         ("summary {config}", 2, "{config} is no run folder"),
         ("checkpoint list {empty}", 2, "{empty} is no run folder"),
         ("checkpoint verify {empty}", 4, "{empty} is no complete checkpoint"),
+        ("checkpoint verify {failing}", 11, "Cannot use {failing}/manifest.json: Input/output error; start the same"),
         ("checkpoint verify {nowhere}", 4, "{nowhere} is no complete checkpoint"),
         ("checkpoint inspect {config}", 4, "There is no run or checkpoint folder {config}"),
         ("evaluate perplexity {empty}", 4, "{empty} holds no complete checkpoint"),

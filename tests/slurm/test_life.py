@@ -5,6 +5,7 @@ process, shared memory or temporary file may be left on any node.
 """
 
 import re
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,22 @@ def test_the_clusters_signal_a_killed_rank_and_a_crashed_node(training: Make, un
         "requeue (it failed or was killed)",
         "node n1 failed: a process there ended without a word",
     ]
+
+
+def test_a_disk_that_fails_for_a_while(training: Make, untouched: Training, tiny_data: Path, tmp_path: Path) -> None:
+    """A shard cannot be read until the first start has ended: it is the beginning of a process's memory."""
+    shards = shutil.copytree(tiny_data / "shards", tmp_path / "shards")
+    shard = sorted((shards / "train").glob("*.zstd"))[0]
+    whole = shard.rename(tmp_path / "whole")
+    shard.symlink_to("/proc/self/mem")
+    run = training("run", **{"data.folder": str(shards)})
+    run.submit()
+    run.cluster.wait_for(lambda: run.records("end"), 120, "the first attempt to end")
+    whole.replace(shard)
+    run.finish()
+    run.check_equals(untouched)
+    assert [end["exit_code"] for end in run.records("end")] == [11, 0]
+    assert run.decisions() == ["requeue (its storage failed)"]
 
 
 @pytest.mark.long

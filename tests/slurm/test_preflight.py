@@ -6,7 +6,7 @@ import pytest
 from slurm_training import Training
 
 from mesatron.cluster.preflight import Findings, judge
-from mesatron.errors import ConfigError
+from mesatron.errors import ConfigError, StorageError
 
 Make = Callable[..., Training]
 
@@ -62,3 +62,6 @@ def test_what_only_some_nodes_have_is_theirs() -> None:
 def test_what_all_nodes_have_is_no_nodes_fault() -> None:
     with pytest.raises(ConfigError, match="No node is fit for the run: no data"):
         judge([node("n1", "no data"), node("n2", "no data")])
+    late = Findings("n2", ["no answer"], storage_failed=True)
+    with pytest.raises(StorageError, match="No node is fit for the run: no answer"):
+        judge([late])

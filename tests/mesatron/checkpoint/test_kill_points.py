@@ -20,8 +20,12 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from mesatron.checkpoint.reader import CheckpointReader
 from mesatron.checkpoint.retention import prune, remove_leftovers
 from mesatron.checkpoint.verify import find_latest, list_checkpoints, verify
+from mesatron.config import load_config
 from mesatron.monitor.records import cut_events, cut_metrics
 from mesatron.monitor.writer import Monitor
+from mesatron.train.run import Run
+from mesatron.train.spikes import Rewind, Skipped
+from mesatron.train.stop import StopFlag
 
 
 def assert_sound(root: Path, weights, known_damage: int | None = None) -> int:
@@ -102,6 +106,29 @@ def test_a_save_behind_training_killed_anywhere_loses_nothing(tmp_path, save, tr
         shutil.rmtree(root)
     assert found == sorted(found)
     assert set(found) == {10, 20, 30}
+
+
+def test_a_rewind_killed_anywhere_keeps_nothing_later_than_what_is_gone(tmp_path, save, killed, tiny_config):
+    config = load_config(tiny_config(tmp_path))
+    root = config.run_folder / "checkpoints"
+
+    def go_back() -> None:
+        Run(config, StopFlag(config)).go_back("1", Rewind(22, 45, 0, [20, 21], [1, 2]), "a spike")
+
+    for point in itertools.count():
+        for step in (10, 20, 30, 40):
+            save(root, step, "1", world_size=1)
+        died = killed(point, go_back)
+        left = [info.step for info in list_checkpoints(root) if info.status == "complete"]
+        assert left == [10, 20, 30, 40][: len(left)]
+        assert {10, 20} <= set(left)
+        if not died:
+            break
+        shutil.rmtree(config.run_folder)
+    assert point > 10
+    assert left == [10, 20]
+    assert os.readlink(root / "latest") == "step-00000020"
+    assert [rewind.to_step for rewind in Skipped.read(config.run_folder).rewinds] == [20]
 
 
 def save_on(root: Path, save) -> None:

@@ -1,4 +1,7 @@
-"""Which checkpoints are kept, against the rule written out by hand, and which leftovers go."""
+"""Which checkpoints are kept, against the rule written out by hand, and which leftovers go, at once or later."""
+
+import errno
+import os
 
 import pytest
 
@@ -21,11 +24,10 @@ from mesatron.checkpoint.verify import list_checkpoints
 def test_the_last_few_and_every_nth_stay(tmp_path, save, saved_step, keep_last, keep_every_steps, kept):
     for step in range(10, 70, 10):
         save(tmp_path, step, "1", world_size=1)
-    removed = prune(tmp_path, saved_step, keep_last, keep_every_steps, "1")
+    assert prune(tmp_path, saved_step, keep_last, keep_every_steps, "1") == []
     infos = list_checkpoints(tmp_path, deep=True)
     assert {info.step for info in infos} == kept
     assert all(info.status == "complete" for info in infos)
-    assert {path.name for path in removed} == {f"step-{step:08d}" for step in {10, 20, 30, 40, 50, 60} - kept}
 
 
 def test_damaged_checkpoints_neither_count_nor_go(tmp_path, save):
@@ -53,7 +55,42 @@ def test_only_the_dead_attempts_folders_of_the_known_names_go(tmp_path, save):
     (tmp_path / ".trash-step-00000006-1").write_text("a file")
     (tmp_path / ".trash-step-00000007-1").symlink_to(tmp_path / "step-00000010")
     stay += [".trash-step-00000006-1", ".trash-step-00000007-1", "step-00000010", "latest"]
-    removed = remove_leftovers(tmp_path, "2")
-    assert sorted(path.name for path in removed) == sorted(gone)
+    assert remove_leftovers(tmp_path, "2") == []
     assert {path.name for path in tmp_path.iterdir()} == set(stay)
     assert remove_leftovers(tmp_path / "none", "2") == []
+
+
+def test_what_cannot_be_removed_yet_goes_at_the_next_start(tmp_path, save, monkeypatch):
+    """Unlinking renames, as on NFS for a file that a process maps, so that the folder does not get empty."""
+    for step in (10, 20):
+        save(tmp_path, step, "1", world_size=1)
+    (tmp_path / ".incomplete-step-00000005-0").mkdir()
+    (tmp_path / ".incomplete-step-00000005-0/weights-00000.safetensors").write_bytes(b"half")
+
+    def keep_mapped(name, dir_fd=None):
+        os.rename(name, f".nfs-{os.path.basename(name)}", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+    left = [tmp_path / ".incomplete-step-00000005-0", tmp_path / ".trash-step-00000010-1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", keep_mapped)
+        assert remove_leftovers(tmp_path, "1") == left[:1]
+        assert prune(tmp_path, 20, 1, None, "1") == left[1:]
+    assert {info.step: info.status for info in list_checkpoints(tmp_path)} == {
+        5: "incomplete", 10: "incomplete", 20: "complete",
+    }  # fmt: skip
+    assert remove_leftovers(tmp_path, "2") == []
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000020", "latest"}
+
+
+def test_a_checkpoint_that_cannot_be_renamed_is_removed_later(tmp_path, save, monkeypatch):
+    for step in (10, 20):
+        save(tmp_path, step, "1", world_size=1)
+
+    def refuse(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        assert prune(tmp_path, 20, 1, None, "1") == [tmp_path / "step-00000010"]
+    assert prune(tmp_path, 20, 1, None, "1") == []
+    assert [info.step for info in list_checkpoints(tmp_path)] == [20]

@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from mesatron.checkpoint.reader import CheckpointReader
-from mesatron.checkpoint.verify import find_latest, list_checkpoints, verify
+from mesatron.checkpoint.verify import find_damage, find_latest, list_checkpoints, verify
 from mesatron.errors import CheckpointError
 
 
@@ -48,7 +49,9 @@ def test_the_tensor_of_a_changed_byte_is_named_by_verify_and_on_loading(tmp_path
     assert checked > 20
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "missing file", "missing manifest", "no manifest", "renamed"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "empty", "missing file", "missing manifest", "no manifest", "renamed", "unreadable"]
+)
 def test_resuming_falls_back_and_says_why(tmp_path, save, damage):
     save(tmp_path, 10, "1")
     newest = save(tmp_path, 20, "1")
@@ -72,7 +75,11 @@ def test_resuming_falls_back_and_says_why(tmp_path, save, damage):
         case "renamed":
             newest = newest.rename(tmp_path / "step-00000030")
             status, reason = "damaged", "holds step 20, not that of its name"
-    with pytest.raises(CheckpointError):
+        case "unreadable":
+            (newest / "manifest.json").unlink()
+            (newest / "manifest.json").symlink_to("/proc/self/mem")  # to read its beginning is an input/output error
+            status, reason = "unreadable", "manifest.json cannot be read (Input/output error)"
+    with pytest.raises(OSError if status == "unreadable" else CheckpointError):
         verify(newest)
     latest, (skipped,) = find_latest(tmp_path)
     assert latest is not None
@@ -80,6 +87,24 @@ def test_resuming_falls_back_and_says_why(tmp_path, save, damage):
     assert (skipped.path, skipped.status) == (newest, status)
     assert reason in skipped.reason
     assert [info.status for info in list_checkpoints(tmp_path)] == ["complete", status]
+
+
+@pytest.mark.parametrize("name", ["optimizer-00001.safetensors", "state.json"])
+def test_a_file_that_the_disk_does_not_give_back_is_named(tmp_path, save, monkeypatch, name):
+    save(tmp_path, 10, "1")
+    newest = save(tmp_path, 20, "1")
+    real = Path.open
+
+    def open_on_a_bad_disk(path, *arguments, **options):
+        """As long as the file, but to read the beginning of a process's memory is an input/output error."""
+        return real(Path("/proc/self/mem") if path == newest / name else path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", open_on_a_bad_disk)
+    reason = f"{name} cannot be read (Input/output error)"
+    assert find_damage(newest) == reason
+    latest, (skipped,) = find_latest(tmp_path)
+    assert latest is not None
+    assert (latest.step, skipped.status, skipped.reason) == (10, "unreadable", reason)
 
 
 def test_same_sizes_but_wrong_bytes_pass_the_cheap_check_only(tmp_path, save):

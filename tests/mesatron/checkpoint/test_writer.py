@@ -1,7 +1,9 @@
 """Saved checkpoints against the tensors that went in, the safetensors library, and the faults of a save."""
 
+import errno
 import os
 import resource
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from mesatron.checkpoint.reader import CheckpointReader
 from mesatron.checkpoint.tensors import Fragment, TensorSpec, encode_header
 from mesatron.checkpoint.verify import find_latest, list_checkpoints, verify
 from mesatron.checkpoint.writer import CheckpointWriter
-from mesatron.errors import CheckpointError, DiskFullError
+from mesatron.errors import CheckpointError, ConfigError, DiskFullError, StorageError, unusable_path
 
 
 def writer_of(root, rank, world_size, tensors, step=5):
@@ -168,6 +170,23 @@ def test_parts_of_tensors_can_be_read(tmp_path, save, weights, length):
         reader.read("weights", "head", [(10**6, 0, 1)], torch.zeros(1))
     with pytest.raises(CheckpointError, match="has no weights tensor nothing"):
         reader.read("weights", "nothing", [], torch.zeros(1))
+
+
+def test_a_file_that_cannot_be_read_is_no_fault_of_the_checkpoint(tmp_path, save):
+    """To read the beginning of a process's memory is an input/output error."""
+    path = save(tmp_path, 3, "1")
+    reader = CheckpointReader(path)
+    for file in path.glob("weights-*"):
+        file.unlink()
+        file.symlink_to("/proc/self/mem")
+    for read in (reader.tensor, partial(reader.read, stretches=[(0, 0, 1)], into=torch.zeros(1))):
+        with pytest.raises(OSError, match=r"weights-0000\d\.safetensors") as caught:
+            read("weights", "head")
+        fault = unusable_path(caught.value)
+        assert isinstance(fault, StorageError)
+        assert str(fault).startswith(f"Cannot use {caught.value.filename}: Input/output error; start the same command")
+    for number in (errno.ENOENT, errno.EACCES, errno.EROFS):
+        assert isinstance(unusable_path(OSError(number, os.strerror(number), "x")), ConfigError)
 
 
 def test_a_verifying_checkpoint_is_never_replaced(tmp_path, save):

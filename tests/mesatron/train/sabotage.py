@@ -16,11 +16,14 @@ hang=7      the last process waits for something that never comes while it works
 slow=N      each batch takes N tenths of a second longer, the rehearsal 5 N and each tensor saved or restored N / 20
 garbage=40,41  the tokens of these global batches, counted from 0, are those that are rare elsewhere
 lag=N       every block takes the last process N hundredths of a second longer
+stuck=NAME  nothing of that name can be renamed, as on a bad disk
+mapped=7    the process ends with code 1 before step 7 if it still maps files of a checkpoint
 request=7   a file that asks to stop appears in the run folder in step 7; request=save: when the first step is saved;
             request=save,any: one to any attempt
 """
 
 import dataclasses
+import errno
 import os
 import re
 import resource
@@ -109,6 +112,8 @@ def sabotaged_step(trainer: Trainer) -> bool:
         trainer.engine.restore_kept(lambda kind, name: kept[kind, name])
     if fault == "gradient" and now["step"] in steps and 1 in trainer.engine.blocks():
         trainer.engine.blocks()[1].mixer.register_forward_pre_hook(spoil_gradient)
+    if fault == "mapped" and now["step"] in steps and "/step-0" in Path("/proc/self/maps").read_text():
+        os._exit(1)
     if fault == "full" and now["step"] in steps and trainer.world.rank == trainer.world.size - 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     if fault == "deaf" and now["step"] in steps and trainer.world.rank == trainer.world.size - 1:
@@ -153,6 +158,15 @@ def work(times: float) -> None:
         pass
 
 
+def refusing(rename: Callable) -> Callable:
+    def sabotaged(source: str | os.PathLike[str], *arguments: object, **options: object) -> None:
+        if Path(source).name == value:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
+        rename(source, *arguments, **options)
+
+    return sabotaged
+
+
 def slowly(function: Callable, times: float) -> Callable:
     def slow(*arguments: object, **options: object) -> object:
         work(times)
@@ -180,6 +194,8 @@ Trainer._train_step, Trainer._rehearse = sabotaged_step, sabotaged_rehearsal
 ZeroEngine.backward, ZeroEngine._set_lr = sabotaged_backward, sabotaged_set_lr
 if fault == "garbage":
     TrainStream._read = read_garbage
+if fault == "stuck":
+    os.rename = refusing(os.rename)
 if fault == "lag":
     Block.forward = lagging(Block.forward)
 if fault == "slow":

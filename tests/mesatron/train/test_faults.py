@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from mesatron.checkpoint.verify import list_checkpoints
-from mesatron.errors import PeerLostError
+from mesatron.cluster.job import FINAL_CODES
+from mesatron.errors import PeerLostError, StorageError
 
 SABOTAGE = Path(__file__).with_name("sabotage.py")
 
@@ -51,12 +52,19 @@ def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def make_unreadable(path: Path) -> None:
+    """To read the beginning of a process's memory is an input/output error."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+
+
 @pytest.mark.parametrize(
     ("damage", "file", "reason"),
     [
         (flip_byte, "weights-00000.safetensors", "the checksum of weights-00000.safetensors differs: tensor "),
         (cut_short, "optimizer-00000.safetensors", "optimizer-00000.safetensors has "),
         (cut_short, "manifest.json", "manifest.json is damaged"),
+        (make_unreadable, "manifest.json", "manifest.json cannot be read (Input/output error)"),
     ],
 )
 def test_a_damaged_checkpoint_is_passed_over(
@@ -95,6 +103,29 @@ def test_a_damaged_shard_is_named_before_training(
     assert str(shard) in outcome.errors
     end = run_of(config).attempts()[-1]
     assert (end["event"], end["exit_code"]) == ("end", 3)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_storage_that_fails_is_worth_another_start(
+    processes: int, tmp_path: Path, odd_config: Callable, short_data: Path, train: Callable, run_of: Callable
+) -> None:
+    data = tmp_path / "shards"
+    shutil.copytree(short_data, data)
+    shard = sorted((data / "train").glob("*.zstd"))[-1]
+    whole = shutil.copy(shard, tmp_path)
+    make_unreadable(shard)
+    config = odd_config(tmp_path, data)
+    outcome = train(processes, config)
+    assert outcome.exit_code == StorageError.exit_code
+    assert StorageError.exit_code not in FINAL_CODES
+    assert outcome.error_lines == [
+        f"mesatron: Cannot read shard {shard}: Input/output error; start the same command again once its storage "
+        "answers."
+    ]
+    assert run_of(config).attempts()[-1]["exit_code"] == StorageError.exit_code
+    shard.unlink()
+    shutil.move(whole, shard)
+    assert train(processes, config).exit_code == 0
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -154,6 +185,36 @@ def test_nothing_starts_over_when_no_checkpoint_verifies(config: Path, train: Ca
     assert len(outcome.error_lines) == 1
     assert "No checkpoint in" in outcome.errors
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_checkpoints_that_cannot_be_read_yet_are_worth_another_start(
+    config: Path, train: Callable, run_of: Callable
+) -> None:
+    run = run_of(config)
+    flip_byte(run.checkpoint(4) / "manifest.json")
+    manifest = run.checkpoint(2) / "manifest.json"
+    content = manifest.read_bytes()
+    make_unreadable(manifest)
+    outcome = train(2, config)
+    assert outcome.exit_code == StorageError.exit_code
+    (line,) = outcome.error_lines
+    assert "verifies (step-00000002: manifest.json cannot be read (Input/output error)); start the same command" in line
+    assert run.steps() == [2, 4]
+    manifest.unlink()
+    manifest.write_bytes(content)
+    assert f"continues {run.checkpoint(2)}" in train(1, config).output
+
+
+def test_a_bad_checkpoint_that_cannot_be_set_aside_is_passed_over(
+    config: Path, world: Callable, run_of: Callable
+) -> None:
+    run = run_of(config)
+    make_unreadable(run.checkpoint(4) / "manifest.json")
+    outcome = world(1, SABOTAGE, "stuck=step-00000004", "train", config, "checkpoint.every_steps=3")
+    assert outcome.exit_code == 0, outcome.errors
+    assert "note       step-00000004 cannot be set aside: Input/output error." in outcome.output
+    assert f"continues {run.checkpoint(2)}" in outcome.output
+    assert run.steps() == [2, 3, 4, 6]
 
 
 def test_stopping_at_a_step_that_is_done_trains_nothing(config: Path, train: Callable, run_of: Callable) -> None:

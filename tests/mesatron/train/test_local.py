@@ -19,6 +19,7 @@ from mesatron.monitor.attempts import Attempt
 from mesatron.train.local import is_given_up
 from mesatron.train.spikes import Rewind, Skipped
 
+SABOTAGE = Path(__file__).with_name("sabotage.py")
 EVEN = {"model.width": 24, "model.layers": 3, "model.heads": 4, "model.head_dim": 6, "model.mlp_ratio": 1.5}
 
 
@@ -130,7 +131,7 @@ def test_only_what_all_processes_have_whole_is_taken(
     assert case.resumed_from() is None, "neither can another number of processes"
 
 
-def test_what_a_later_attempt_hasis_given_up_is_not_taken(
+def test_what_a_later_attempt_has_given_up_is_not_taken(
     tmp_path: Path, odd_config: Callable, even_data: Path, train: Callable, run_of: Callable
 ) -> None:
     """It went on from an earlier step on other nodes, whose local checkpoints alone it could remove."""
@@ -143,18 +144,28 @@ def test_what_a_later_attempt_hasis_given_up_is_not_taken(
 
 
 @pytest.mark.parametrize(
-    ("start", "rewind", "isis_given_up"),
+    ("start", "rewind", "expected"),
     [(6, None, False), (5, None, True), (6, 5, True), (6, 6, False), (None, None, True)],
 )
-def test_a_step_isis_given_up_by_a_later_start_or_rewind(
-    start: int | None, rewind: int | None, isis_given_up: bool, tmp_path: Path
+def test_a_step_is_given_up_by_a_later_start_or_rewind(
+    start: int | None, rewind: int | None, expected: bool, tmp_path: Path
 ) -> None:
     for resumed_from in (None, start):
         Attempt(tmp_path / "attempts.jsonl", resumed_from)
     if rewind:
         Skipped.read(tmp_path).add(tmp_path, Rewind(rewind + 1, 8, rewind, [], [], attempt=2))
-    assert is_given_up(tmp_path, 6, "attempt-0001") == isis_given_up
+    assert is_given_up(tmp_path, 6, "attempt-0001") == expected
     assert not is_given_up(tmp_path, 6, "attempt-0002")
+
+
+def test_what_was_restored_is_mapped_no_more(
+    tmp_path: Path, odd_config: Callable, even_data: Path, train: Callable, run_of: Callable, world: Callable
+) -> None:
+    """A checkpoint in a node's memory would take it for as long as the attempt lives."""
+    case = Case(tmp_path, odd_config, even_data, train, run_of, 2)
+    outcome = world(2, SABOTAGE, "mapped=7", "train", case.config)
+    assert outcome.exit_code == 0, outcome.errors
+    assert case.resumed_from() == 6
 
 
 def test_the_newer_of_shared_and_local_is_taken(

@@ -3,6 +3,7 @@
 What several processes save together is in test_saving.py and test_faults.py, kills in checkpoint/test_kill_points.py.
 """
 
+import errno
 import os
 import resource
 import threading
@@ -92,6 +93,22 @@ def test_a_synchronous_save_is_there_when_it_returns(tmp_path: Path) -> None:
     state = State(tmp_path, asynchronous=False)
     state.save(1)
     assert state.saved(1) == 1
+
+
+def test_a_removal_that_fails_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new checkpoint counts already when the old one's folder turns out not to be empty."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    state = State(tmp_path, keep_last=1)
+    with state.saver:
+        state.save(1)
+        state.saver.finish()
+        monkeypatch.setattr(os, "rmdir", refuse)
+        state.save(2)
+    assert state.saved(2) == 2
+    assert state.words[-1] == f"step 2: {tmp_path / '.trash-step-00000001-1'} could not be removed yet"
 
 
 def test_a_failed_write_ends_the_run_at_the_next_step(tmp_path: Path) -> None:

@@ -75,6 +75,22 @@ def test_a_run_goes_back_only_so_often(
     assert run.attempts()[-1]["exit_code"] == 5
 
 
+def test_a_run_does_not_go_back_to_its_beginning_for_want_of_checkpoints(
+    tmp_path: Path, odd_config: Callable, short_data: Path, world: Callable, run_of: Callable
+) -> None:
+    """The two that stay are those of the spike and of a stop right before it."""
+    config = odd_config(tmp_path, short_data, **SETTINGS | {"checkpoint.keep_last": 2})
+    run = run_of(config)
+    outcome = world(2, SABOTAGE, "garbage=39,40", "train", config, "--stop-at-step=39")
+    assert outcome.exit_code == 75, outcome.errors
+    outcome = world(2, SABOTAGE, "garbage=39,40", "train", config)
+    assert outcome.exit_code == 5, outcome.errors
+    (line,) = outcome.error_lines
+    assert "and no sound checkpoint of before step 39 is left; begin under another name" in line
+    assert run.steps() == [39, 40]
+    assert not (run.path / "skipped-batches.json").exists()
+
+
 def test_what_counts_as_a_spike() -> None:
     train = TrainConfig(
         steps=99, global_batch_size=1, micro_batch_size=1, peak_lr=1.0, spike_sigma=5, spike_steps=3, warmup_steps=0

@@ -53,7 +53,7 @@ WithTorch = Annotated[bool, typer.Option("--torch", help="Also the torch impleme
 DTYPES = {Dtype.bf16: "bfloat16", Dtype.fp16: "float16", Dtype.fp32: "float32"}
 ERRORS = {"o": "o", "dq": "dq", "dk": "dk", "dv": "dv", "dlog_gamma": "dγ", "dbeta": "dβ", "dlam": "dλ"}
 """Names of errors and their headings."""
-MINIMUM_WIDTH = 100
+MINIMUM_WIDTH = 120
 """Columns of a table: a narrower terminal would have figures cut off, so its lines are left to break."""
 
 
@@ -179,11 +179,14 @@ def layouts(
             rates = _figures(",.0f", row.tokens_per_second, row.tokens_per_second / processes)
             shares = _figures(".1%", row.computing, row.communicating, row.only_communicating)
             memory = _figures(".1f", row.peak_bytes / 2**30)
-            cells.append([row.layout, str(row.micro_batch), *rates, *memory, *shares])
-    headings = ["layout", "micro-batch", "tokens/s", "per process", "GiB", "computing", "communicating", "nothing else"]
+            profiled = _figures(".3f", row.profiled_seconds)
+            cells.append([row.layout, str(row.micro_batch), *rates, *memory, *profiled, *shares])
+    headings = ["layout", "micro-batch", "tokens/s", "per process", "GiB", "profiled s"]
+    headings += ["computing", "communicating", "nothing else"]
     if not cells:
         raise WorldFailed("No layout trained; the lines above say why.")
-    _print_table(f"{file}, {processes} processes", headings, cells)
+    title = f"{file}, {processes} processes; to wait for others is to communicate; GiB of the largest process"
+    _print_table(title, headings, cells)
 
 
 def _device() -> torch.device:

@@ -31,10 +31,14 @@ class Speed:
     tokens_per_second: float | None = None
     """Median over the steps after WARM_UP_STEPS, of all processes together; None if the layout did not train."""
     peak_bytes: float | None = None
-    """Memory of the first process; of its GPU where it has one."""
+    """Memory of the largest process; that of its tensors, on its GPU, where it has one."""
+    device_bytes: float | None = None
+    """Memory of the fullest GPU that all take, NCCL and CUDA too; None without GPUs."""
+    profiled_seconds: float | None = None
+    """Of one more step under the profiler, which the next three are shares of (mesatron.train.profile)."""
     computing: float | None = None
-    """Share of one more step under the profiler, as the next two are (mesatron.train.profile)."""
     communicating: float | None = None
+    """Or waiting for other processes to."""
     only_communicating: float | None = None
     failure: str | None = None
     """Why there are no figures."""
@@ -127,5 +131,7 @@ def _trained(
     return {
         "tokens_per_second": statistics.median(points["train/tokens_per_second"][:-1]),
         "peak_bytes": max(points["memory/peak_bytes"]),
+        "device_bytes": max(points.get("memory/device_bytes", ()), default=None),
+        "profiled_seconds": points["profile/seconds"][0],
         **{name: points[f"profile/{name}"][0] for name in ("computing", "communicating", "only_communicating")},
     }

@@ -37,6 +37,9 @@ def test_layouts_are_measured_or_say_why_not(tmp_path: Path, fork_server: ForkSe
         assert row.tokens_per_second > 100
         assert row.peak_bytes is not None
         assert row.peak_bytes > 2**26
+        assert row.device_bytes is None
+        assert row.profiled_seconds is not None
+        assert 0 < row.profiled_seconds < 60
         assert row.computing is not None
         assert 0 < row.computing < 1
         assert row.communicating is not None

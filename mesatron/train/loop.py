@@ -47,7 +47,7 @@ from mesatron.train.profile import describe, profiled
 from mesatron.train.run import ResumePoint, Run
 from mesatron.train.saver import Hooks
 from mesatron.train.schedule import learning_rate
-from mesatron.train.snapshot import StartState, generator_states, make_saver
+from mesatron.train.snapshot import StartState, fill_for_rehearsal, generator_states, make_saver
 from mesatron.train.spikes import Rewind, SpikeDetector
 from mesatron.train.stop import StopFlag, agreed
 from mesatron.train.timing import PhaseTimer
@@ -139,7 +139,7 @@ class Trainer:
         self.engine = build_engine(self.config, self.layout, self.accumulation_steps)
         self.engine.alive = self.watchdog.tick
         self.engine.source_losses = torch.zeros(len(self.manifest.sources), device=self.world.device)
-        StartState(None, self.engine, self.config).initialize()
+        fill_for_rehearsal(self.engine)
         self._rehearse()
         self._train_from_start(last_step)
         while self.spike is not None:

@@ -78,7 +78,7 @@ def with_work_counted(traffic: Traffic) -> list[tuple[str, int]]:
 
 
 engine = build_engine(config, layout, accumulation_steps(config, layout.data.size))
-StartState(None, engine, config).initialize()
+engine.restore(StartState(None, engine, config).start_elements, ("weight",))
 stream = TrainStream(str(config.data.folder), config.train.global_batch_size, layout.data.rank, layout.data.size)
 ids, traffic = [], Traffic()
 for step in range(2):

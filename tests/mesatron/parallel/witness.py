@@ -90,6 +90,7 @@ for step in range(2):
         beside = with_work_counted(traffic)
     engine.update(parts, 1000.0, 1e-3, PhaseTimer(layout.world.device))
 traffic.__exit__(None, None, None)
+assert not engine.engine.tput_timer.initialized, "DeepSpeed's timer would wait for the GPU at every forward pass"
 stream.close()
 weights = {name: parameter.detach() for name, parameter in engine.parameters.items()}
 replicated = {name: weights[name].clone() for name, share in engine.shares.items() if share.dimension is None}

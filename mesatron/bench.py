@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mesatron.errors import ConfigError
-from mesatron.terminal import ConfigFile, Overrides
+from mesatron.terminal import ConfigFile, Overrides, RowSeconds
 
 if TYPE_CHECKING:
+    import torch
     from mesatron_kernels.bench import Clock
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure speed here: of the Mesa operator, of layouts.")
@@ -52,7 +53,7 @@ WithTorch = Annotated[bool, typer.Option("--torch", help="Also the torch impleme
 DTYPES = {Dtype.bf16: "bfloat16", Dtype.fp16: "float16", Dtype.fp32: "float32"}
 ERRORS = {"o": "o", "dq": "dq", "dk": "dk", "dv": "dv", "dlog_gamma": "dγ", "dbeta": "dβ", "dlam": "dλ"}
 """Names of errors and their headings."""
-MINIMUM_WIDTH = 100
+MINIMUM_WIDTH = 120
 """Columns of a table: a narrower terminal would have figures cut off, so its lines are left to break."""
 
 
@@ -151,26 +152,25 @@ def layouts(
         list[int] | None, typer.Option(min=1, help="Sequences of a micro-batch; several are tried in turn.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps that are timed in each.")] = 8,
+    seconds: RowSeconds = 300.0,
     json_file: JsonFile = None,
 ) -> None:
     """Tokens/s, memory and communication of a config in every layout, on random text."""
     from mesatron.prove import speed
+    from mesatron.prove.layouts import chosen
     from mesatron.prove.worlds import WorldFailed, fork_server
 
-    cases = {case.name: case for case in speed.layouts(processes)}
-    if unknown := set(layout or ()) - cases.keys():
-        raise ConfigError(f"--layout {min(unknown)!r} is none of {processes} processes: {'; '.join(cases)}.")
-    chosen = [case for name, case in cases.items() if not layout or name in layout]
+    cases = chosen(speed.layouts(processes), layout or [])
     rows: list[speed.Speed] = []
     about = {"file": str(file), "overrides": overrides or [], "processes": processes, "steps": steps}
     with tempfile.TemporaryDirectory(prefix="mesatron-bench-") as folder:
         context = fork_server()
         for row in speed.measure(
-            context, Path(folder) / "new", file, overrides or [], chosen, micro_batch or [], steps
+            context, Path(folder) / "new", file, overrides or [], cases, micro_batch or [], steps, seconds
         ):
             rows.append(row)
             if json_file:  # now, as a later one may run into a time limit
-                _write(json_file, _clock(), rows, setting=about)
+                _write(json_file, _device(), rows, setting=about)
             rate = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f} tokens/s"
             typer.echo(f"{row.layout}, micro-batch {row.micro_batch}: {row.failure or rate}", err=True)
     cells = []
@@ -179,18 +179,26 @@ def layouts(
             rates = _figures(",.0f", row.tokens_per_second, row.tokens_per_second / processes)
             shares = _figures(".1%", row.computing, row.communicating, row.only_communicating)
             memory = _figures(".1f", row.peak_bytes / 2**30)
-            cells.append([row.layout, str(row.micro_batch), *rates, *memory, *shares])
-    headings = ["layout", "micro-batch", "tokens/s", "per process", "GiB", "computing", "communicating", "nothing else"]
+            profiled = _figures(".3f", row.profiled_seconds)
+            cells.append([row.layout, str(row.micro_batch), *rates, *memory, *profiled, *shares])
+    headings = ["layout", "micro-batch", "tokens/s", "per process", "GiB", "profiled s"]
+    headings += ["computing", "communicating", "nothing else"]
     if not cells:
         raise WorldFailed("No layout trained; the lines above say why.")
-    _print_table(f"{file}, {processes} processes", headings, cells)
+    title = f"{file}, {processes} processes; to wait for others is to communicate; GiB of the largest process"
+    _print_table(title, headings, cells)
+
+
+def _device() -> torch.device:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _clock() -> Clock:
-    import torch
     from mesatron_kernels.bench import Clock
 
-    return Clock(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return Clock(_device())
 
 
 def _implementations(clock: Clock, torch_too: bool) -> list[str]:
@@ -243,12 +251,12 @@ def _finish(clock: Clock, setting: Any, rates: dict[str, float], rows: Sequence[
     typer.echo(f"copy {rates['copy_gb_per_second']:,.0f} GB/s, bf16 matmul {rates['matmul_bf16_tflops']:,.1f} TFLOP/s")
     typer.echo("  ".join(f"{name} {value}" for name, value in machine.items()))
     if json_file:
-        _write(json_file, clock, rows, setting=asdict(setting), rates=rates)
+        _write(json_file, clock.device, rows, setting=asdict(setting), rates=rates)
 
 
-def _write(file: Path, clock: Clock, rows: Sequence[Any], **about: Any) -> None:
+def _write(file: Path, device: torch.device, rows: Sequence[Any], **about: Any) -> None:
     from mesatron_kernels.bench import describe
 
     moment = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    figures = {"time": moment, "machine": describe(clock.device), **about, "rows": [asdict(row) for row in rows]}
+    figures = {"time": moment, "machine": describe(device), **about, "rows": [asdict(row) for row in rows]}
     file.write_text(json.dumps(figures, indent=1) + "\n")

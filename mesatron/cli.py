@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +22,7 @@ from mesatron.doctor import doctor_app
 from mesatron.errors import REPORTED, CheckpointError, ConfigError, VariantError, report, unusable_path
 from mesatron.files import replace_file
 from mesatron.synthetic.verbs import mad
-from mesatron.terminal import ConfigFile, Overrides, Overwrite, RunFolder, RunOrCheckpoint, table
+from mesatron.terminal import ConfigFile, Overrides, Overwrite, RowSeconds, RunFolder, RunOrCheckpoint, table
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -173,6 +174,10 @@ def prove(
     core: Annotated[
         bool, typer.Option("--core", help="Only the five layouts of two processes in which mixers differ.")
     ] = False,
+    layout: Annotated[
+        list[str] | None, typer.Option(help="One of the table's layouts, such as 'TP2+SP, ZeRO-1'; else all.")
+    ] = None,
+    seconds: RowSeconds = 300.0,
 ) -> None:
     """Train a tiny model in every layout that fits, and compare each with one process."""
     from mesatron.config.mixers import parse_mixer
@@ -183,7 +188,9 @@ def prove(
         except ValueError as error:
             end = "" if str(error).endswith("?") else "."
             raise ConfigError(f"--mixer {name!r} is no mixer; {error}{end}") from None
-    from mesatron.prove.layouts import CASES, CORE
+    from mesatron.prove.layouts import CASES, CORE, chosen
+
+    cases = chosen([case for case in (CORE if core else CASES) if case.processes <= processes], layout or [])
     from mesatron.prove.table import Prover, table
     from mesatron.prove.worlds import fork_server
 
@@ -191,9 +198,8 @@ def prove(
         folder.mkdir(parents=True)
     except FileExistsError:
         raise ConfigError(f"{folder} exists; name a folder that is to be made.") from None
-    fitting = [case for case in (CORE if core else CASES) if case.processes <= processes]
-    prover = Prover(fork_server(), folder, steps, precision, mixer=mixer or ["mesa"])
-    _leave(0 if table(prover, fitting, typer.echo) else 1)
+    prover = Prover(fork_server(), folder, steps, precision, mixer=mixer or ["mesa"], seconds=seconds)
+    _leave(0 if table(prover, cases, typer.echo, partial(typer.echo, err=True)) else 1)
 
 
 @app.command()

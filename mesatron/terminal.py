@@ -13,6 +13,7 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides such as train.peak_lr=3e-3.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+RowSeconds = Annotated[float, typer.Option("--seconds", min=1.0, help="What one layout may take.")]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
 RunOrCheckpoint = Annotated[Path, typer.Argument(metavar="PATH", help="Run folder or checkpoint folder.")]
 

@@ -23,7 +23,7 @@ class Result:
 
     loss, perplexity, and losses and tokens by source and position: on the whole validation split, as
     mesatron.evaluate.perplexity defines them. tokens_per_second: median over the later half of training.
-    peak_bytes: of the first process, on its GPU if it has one. paper_perplexity: of a run like this, if there is one.
+    peak_bytes: of the largest process, on its GPU if it has one. paper_perplexity: of a run like this, if there is one.
     """
 
     name: str

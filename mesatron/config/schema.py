@@ -291,7 +291,8 @@ class MonitorConfig(Section):
     histogram_every_steps: PositiveInt = 100
     """Steps between gate and Lambda histograms."""
     profile_step: NonNegativeInt = 0
-    """The step whose trace every process writes into the run folder's profile/; 0 for none."""
+    """The step whose trace every process writes into the run folder's profile/; 0 for none. Its seconds and its shares
+    of computing and communicating are profile/*; time that the first process waits for others is communicating."""
     straggler_ratio: NonNegativeFloat = 1.5
     """A process whose data and forward pass take so many times the median's is named; 0 names none."""
 

@@ -29,8 +29,9 @@ def initial_value(name: str, shape: torch.Size, info: ParameterInfo, seed: int) 
     """The fp32 start value of the parameter `name`: a function of seed and name alone, so no layout changes it."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    value = torch.full(shape, info.mean)
-    return value + info.std * torch.randn(shape, generator=generator) if info.std else value
+    if not info.std:
+        return torch.full(shape, info.mean)
+    return torch.randn(shape, generator=generator).mul_(info.std).add_(info.mean)
 
 
 @torch.no_grad()

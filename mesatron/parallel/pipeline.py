@@ -193,7 +193,7 @@ class PipelineEngine(ZeroEngine):
     def _score(self, embedding: nn.Module, hidden: Tensor) -> Tensor:
         """The losses of the next micro-batch. They are the stage's output, since DeepSpeed drops bf16 gradients that
         arise outside of it."""
-        targets = next(self.targets).to(self.device)
+        targets = self._sent(next(self.targets))
         return embedding(self.seams.enter(hidden), targets, self.config.train.loss_chunk_tokens)
 
     def _loss(self, losses: Tensor, _: None) -> Tensor:

@@ -101,9 +101,15 @@ class ZeroEngine:
             return self.engine.module(*self._model_inputs(tokens, targets, cu_seqlens))
 
     def _model_inputs(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> tuple[Tensor | int | None, ...]:
-        documents = cu_seqlens.to(self.device) if self.config.data.reset_state_at_documents else None
+        documents = self._sent(cu_seqlens) if self.config.data.reset_state_at_documents else None
         chunk_tokens = self.config.train.loss_chunk_tokens
-        return tokens.to(self.device), targets.to(self.device), documents, chunk_tokens
+        return self._sent(tokens), self._sent(targets), documents, chunk_tokens
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """A tensor of the host on this process's device, without a wait for the work that is under way there."""
+        # torch keeps the page-locked copy until it has been sent.
+        locked = tensor.pin_memory() if self.device.type == "cuda" else tensor
+        return locked.to(self.device, non_blocking=True)
 
     def blocks(self) -> dict[int, nn.Module]:
         """The blocks that this process computes, by number."""
@@ -144,7 +150,7 @@ class ZeroEngine:
     def _count_sources(self, losses: Tensor, sources: Tensor) -> None:
         """Add a micro-batch's losses, [B, T] like the source numbers of its targets, to `source_losses`."""
         numbers = torch.arange(len(self.source_losses), device=self.device)
-        belongs = numbers[:, None] == sources.to(self.device).flatten()
+        belongs = numbers[:, None] == self._sent(sources).flatten()
         self.source_losses += belongs.to(losses.dtype) @ losses.detach().flatten()
 
     def backward(self, loss_sum: Tensor, global_targets: float, last: bool) -> None:
@@ -328,6 +334,7 @@ class ZeroEngine:
             # Under sequence parallelism the processes of a tensor group hold different tokens: nothing to split there.
             "pipeline": {"pipe_partitioned": False, "grad_partitioned": False},
             "steps_per_print": None,
+            "timers": {"throughput": {"enabled": False}},  # it waits for the GPU at every forward pass
         }
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from mesatron.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -109,3 +112,11 @@ CORE = [
     Case(pipeline=2, documents=True),
 ]
 """Those in which mixers differ, two processes each."""
+
+
+def chosen(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
+    """Those of `cases` that `names` names; all if there are none. Raises ConfigError for a name that is no case's."""
+    if unknown := set(names) - {case.name for case in cases}:
+        known = "; ".join(case.name for case in cases)
+        raise ConfigError(f"--layout {min(unknown)!r} is no layout here; known are {known}.")
+    return [case for case in cases if not names or case.name in names]

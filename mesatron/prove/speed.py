@@ -31,13 +31,19 @@ class Speed:
     tokens_per_second: float | None = None
     """Median over the steps after WARM_UP_STEPS, of all processes together; None if the layout did not train."""
     peak_bytes: float | None = None
-    """Memory of the first process; of its GPU where it has one."""
+    """Memory of the largest process; that of its tensors, on its GPU, where it has one."""
+    device_bytes: float | None = None
+    """Memory of the fullest GPU that all take, NCCL and CUDA too; None without GPUs."""
+    profiled_seconds: float | None = None
+    """Of one more step under the profiler, which the next three are shares of (mesatron.train.profile)."""
     computing: float | None = None
-    """Share of one more step under the profiler, as the next two are (mesatron.train.profile)."""
     communicating: float | None = None
+    """Or waiting for other processes to."""
     only_communicating: float | None = None
     failure: str | None = None
     """Why there are no figures."""
+    logs: Sequence[Sequence[str]] = ()
+    """The last lines of every process of a layout that failed."""
 
 
 def layouts(processes: int) -> list[Case]:
@@ -57,12 +63,12 @@ def layouts(processes: int) -> list[Case]:
 
 def measure(
     context: ForkServerContext, folder: Path, file: Path, overrides: Sequence[str], cases: Sequence[Case],
-    micro_batches: Sequence[int], steps: int,
+    micro_batches: Sequence[int], steps: int, seconds: float,
 ) -> Iterator[Speed]:  # fmt: skip
     """Train the config `file` with `overrides` for `steps` steps and a profiled one in every case, on random documents.
 
-    micro_batches: each is tried in each case; none stands for the config's own. Everything is written to `folder`,
-    which must not exist. Raises ConfigError when the config is wrong whatever the layout.
+    micro_batches: each is tried in each case; none stands for the config's own. seconds: what one may take. Everything
+    is written to `folder`, which must not exist. Raises ConfigError when the config is wrong whatever the layout.
     """
     last = WARM_UP_STEPS + steps + 1
     never = 10**6 * last
@@ -98,14 +104,17 @@ def measure(
             try:
                 fitted = load_config(file, laid_out)
                 accumulation_steps(fitted, data_parallel_size(fitted, case.processes))
-                yield replace(row, **_trained(context, folder, file, laid_out, case.processes, last))
-            except (ConfigError, WorldFailed) as error:
+                yield replace(row, **_trained(context, folder, file, laid_out, case.processes, last, seconds))
+            except ConfigError as error:
                 yield replace(row, failure=str(error))
+            except WorldFailed as error:
+                yield replace(row, failure=str(error), logs=error.logs)
 
 
 def _trained(
-    context: ForkServerContext, folder: Path, file: Path, settings: list[str], processes: int, last: int
-) -> dict[str, Any]:
+    context: ForkServerContext, folder: Path, file: Path, settings: list[str], processes: int, last: int,
+    seconds: float,
+) -> dict[str, Any]:  # fmt: skip
     """Every figure of a Speed."""
     runs = Path(tempfile.mkdtemp(dir=folder))
     metrics = runs / "speed/metrics.jsonl"
@@ -113,14 +122,16 @@ def _trained(
     def enough() -> bool:
         return any(line["step"] == last and "train/loss" in line for line in read_metrics(metrics))
 
-    run_world(context, processes, ["train", str(file), *settings, f"runs_folder={runs}"], folder, enough=enough)
+    run_world(context, processes, ["train", str(file), *settings, f"runs_folder={runs}"], folder, seconds, enough)
     points: dict[str, list[float]] = {}
     for line in read_metrics(metrics):
-        if line["step"] > WARM_UP_STEPS:
+        if WARM_UP_STEPS < line["step"] <= last:  # it may have gone on before it was killed
             for tag, value in line.items():
                 points.setdefault(tag, []).append(value)
     return {
         "tokens_per_second": statistics.median(points["train/tokens_per_second"][:-1]),
         "peak_bytes": max(points["memory/peak_bytes"]),
+        "device_bytes": max(points.get("memory/device_bytes", ()), default=None),
+        "profiled_seconds": points["profile/seconds"][0],
         **{name: points[f"profile/{name}"][0] for name in ("computing", "communicating", "only_communicating")},
     }

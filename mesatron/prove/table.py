@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Relative differences of a layout from one process: the largest over steps, and over tensors with its name."""
+    """Relative differences of a layout from one process: the largest over steps, and over tensors with its name.
+
+    They are infinite where either has a number that is not finite.
+    """
 
     case: Case
     precision: str
@@ -51,12 +55,12 @@ class Verdict:
     def holds(self) -> bool:
         """Whether all that counts is rounding."""
         others = [] if self.precision == "bf16" else [self.norm, self.gradient[0], self.weight[0]]
-        return max([self.loss, *others]) <= LIMITS[self.precision]
+        return all(figure <= LIMITS[self.precision] for figure in (self.loss, *others))
 
 
 class Prover:
     """Runs a tiny model in `folder` in one layout after the other, in `precision`: fp32 or bf16; `mixer` is the pattern
-    of its layers.
+    of its layers. A layout may take so many `seconds`.
 
     Sizes divide as little as they may: vocabulary_size, 3 blocks or more, sequences of 96 tokens that documents cross.
     The solver's tolerance is 1e-7, since context parallelism regroups chunks and so agrees to the tolerance only.
@@ -73,8 +77,10 @@ class Prover:
         precision: str = "fp32",
         vocabulary_size: int = 50257,
         mixer: Sequence[str] = ("mesa",),
+        seconds: float = 300.0,
     ) -> None:
         self.context, self.folder, self.steps, self.precision = context, folder, steps, precision
+        self.seconds = seconds
         self.traces: dict[Case, Trace] = {}
         layers = max(3, sum(len(parse_mixer(name)) for name in mixer))
         norm_epsilon, epsilon = (1e-2, 1e-6) if set(mixer) == {"mesa"} else (1e-1, 1e-4)
@@ -109,10 +115,11 @@ class Prover:
         """Train in `case` and read what it left."""
         run = self.folder / "runs/proof"
         shutil.rmtree(run, ignore_errors=True)
-        run_world(self.context, case.processes, ["train", str(self.config), *case.overrides], self.folder)
+        arguments = ["train", str(self.config), *case.overrides]
+        run_world(self.context, case.processes, arguments, self.folder, self.seconds)
         lines = read_metrics(run / "metrics.jsonl")
         checksums, losses, norms, validation = (
-            [line[tag] for line in lines if tag in line]
+            [float(line[tag]) for line in lines if tag in line]
             for tag in ("data/samples_checksum", "train/loss", "train/grad_norm", "validation/loss")
         )
         # After one step Adam's first moment is the gradient, clipped and times 1 - beta1.
@@ -136,12 +143,19 @@ def compare(case: Case, found: Trace, expected: Trace, precision: str = "fp32") 
     )
 
 
-def table(prover: Prover, cases: Iterable[Case], show: Callable[[str], None]) -> bool:
-    """Prove `cases` and show a line of each; returns whether all hold."""
+def table(prover: Prover, cases: Iterable[Case], show: Callable[[str], None], explain: Callable[[str], None]) -> bool:
+    """Prove `cases` and show a line of each; returns whether all hold. `explain` gets the logs of those that failed."""
     show(f"{'layout':48} {'loss':>8} {'norm':>8} {'gradient':>8} {'weights':>8}  verdict")
     hold = True
     for case in cases:
-        verdict = prover.prove(case)
+        try:
+            verdict = prover.prove(case)
+        except WorldFailed as error:
+            hold = False
+            show(f"{case.name:48} FAILED: {error}")
+            for rank, lines in enumerate(error.logs):
+                explain("\n".join([f"the last lines of process {rank} in {case.name}:", *lines]))
+            continue
         hold &= verdict.holds
         figures = (verdict.loss, verdict.norm, verdict.gradient[0], verdict.weight[0])
         worst = "" if verdict.holds else f" (gradient of {verdict.gradient[1]}, weight {verdict.weight[1]})"
@@ -157,9 +171,20 @@ def _tensors(checkpoint: Path, kind: str) -> dict[str, Tensor]:
 
 
 def _largest(found: list[float], expected: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+    return max(_relative(abs(a - b), abs(b)) for a, b in zip(found, expected, strict=True))
 
 
 def _farthest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
     """Norm of the difference over the norm of the tensor, where it is largest."""
-    return max((float((found[name] - tensor).norm() / tensor.norm()), name) for name, tensor in expected.items())
+    return max(
+        (_relative(float((found[name] - tensor).norm()), float(tensor.norm())), name)
+        for name, tensor in expected.items()
+    )
+
+
+def _relative(difference: float, size: float) -> float:
+    """Infinite for what is not finite, which `max` and `<=` would pass over as NaN, and for any difference from 0."""
+    if difference == 0.0:
+        return 0.0
+    relative = difference / size if size else math.inf
+    return relative if math.isfinite(relative) else math.inf

@@ -55,9 +55,13 @@ def observe(engine: ZeroEngine, layout: Layout, histograms: bool) -> tuple[dict[
     return scalars, distributions
 
 
-def peak_memory(device: torch.device) -> float:
-    """Bytes: of the GPU, or of this process where there is none."""
+def memory(device: torch.device) -> tuple[float, float]:
+    """Bytes: the most that tensors have taken of this process's GPU, and what all, NCCL and CUDA too, take of it now.
+
+    Without a GPU, the most that the process has taken of the host, and 0.
+    """
     if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated())
+        free, total = torch.cuda.mem_get_info(device)
+        return float(torch.cuda.max_memory_allocated(device)), float(total - free)
     unit = 1 if sys.platform == "darwin" else 1024
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit), 0.0

@@ -40,14 +40,14 @@ from mesatron.train.announcement import announcement
 from mesatron.train.data import open_data
 from mesatron.train.environment import describe_environment
 from mesatron.train.faults import as_reported, stopped
-from mesatron.train.figures import by_source, checksum, count_sources, observe, peak_memory
+from mesatron.train.figures import by_source, checksum, count_sources, memory, observe
 from mesatron.train.local import drop_local, find_local, make_local_saver
 from mesatron.train.nonfinite import dump_first_bad_layer
 from mesatron.train.profile import describe, profiled
 from mesatron.train.run import ResumePoint, Run
 from mesatron.train.saver import Hooks
 from mesatron.train.schedule import learning_rate
-from mesatron.train.snapshot import StartState, generator_states, make_saver
+from mesatron.train.snapshot import StartState, fill_for_rehearsal, generator_states, make_saver
 from mesatron.train.spikes import Rewind, SpikeDetector
 from mesatron.train.stop import StopFlag, agreed
 from mesatron.train.timing import PhaseTimer
@@ -139,7 +139,7 @@ class Trainer:
         self.engine = build_engine(self.config, self.layout, self.accumulation_steps)
         self.engine.alive = self.watchdog.tick
         self.engine.source_losses = torch.zeros(len(self.manifest.sources), device=self.world.device)
-        StartState(None, self.engine, self.config).initialize()
+        fill_for_rehearsal(self.engine)
         self._rehearse()
         self._train_from_start(last_step)
         while self.spike is not None:
@@ -267,20 +267,24 @@ class Trainer:
         self._count_skipped(result.applied, micro_batches, targets)
         if self._due(self.config.monitor.log_every_steps):
             phases = self.timer.read()
-            own_seconds = [0.0] * self.world.size
-            own_seconds[self.world.rank] = phases["data"] + phases["forward"]
+            own = [0.0] * (3 * self.world.size)
+            own[self.world.rank :: self.world.size] = phases["data"] + phases["forward"], *memory(self.world.device)
             names = self.manifest.sources
             global_loss_sum, *sums = self.layout.sum(
                 self.own_loss_sum, *self.engine.source_losses.tolist(), *count_sources(micro_batches, len(names)),
-                from_all=own_seconds,
+                from_all=own,
             )  # fmt: skip
             observed, distributions = observe(
                 self.engine, self.layout, self._due(self.config.monitor.histogram_every_steps)
             )
             if self.world.is_first:
-                losses, counts, seconds = sums[: len(names)], sums[len(names) : 2 * len(names)], sums[2 * len(names) :]
+                losses, counts, sums = sums[: len(names)], sums[len(names) : 2 * len(names)], sums[2 * len(names) :]
+                seconds, peaks, in_use = (sums[i * self.world.size :][: self.world.size] for i in range(3))
                 lag, slow = self.stragglers.note(seconds)
                 observed |= by_source(names, losses, counts, self.stream.shares) | lag
+                observed["memory/peak_bytes"] = max(peaks)
+                if any(in_use):
+                    observed["memory/device_bytes"] = max(in_use)
                 self._log(
                     global_loss_sum / targets, lr, result.grad_norm, samples_checksum, phases, observed, distributions
                 )
@@ -292,7 +296,8 @@ class Trainer:
         if step != self.config.monitor.profile_step:
             return nullcontext({})
         name = f"{step_name(step)}-{self.start.attempt}-rank-{self.world.rank}.json.gz"
-        return profiled(self.config.run_folder / "profile" / name, self.world.device, self.watchdog.tick)
+        file = self.config.run_folder / "profile" / name
+        return profiled(file, self.world.device, self.world.barrier, self.watchdog.tick)
 
     def _count_skipped(self, applied: bool, micro_batches: list[Batch], targets: float) -> None:
         if applied:
@@ -451,7 +456,6 @@ class Trainer:
             "train/tokens_per_second": tokens_per_second,
             "train/skipped_steps": float(self.skipped_steps),
             "data/samples_checksum": samples_checksum,
-            "memory/peak_bytes": peak_memory(self.world.device),
         }
         if self.config.train.spike_sigma:
             scalars["train/rewinds"] = float(len(self.start.skipped.rewinds))

@@ -71,6 +71,23 @@ def generator_states(world: World) -> list[Fragment]:
     return [Fragment.whole("rng", _generator_name(world.rank, name), state) for name, state in states]
 
 
+REPEATED = 2**16
+"""Numbers that are drawn for a parameter's rehearsal, and repeated: 4e8 drawn ones take seconds."""
+
+
+def fill_for_rehearsal(engine: ZeroEngine) -> None:
+    """Put numbers into the weights that are spread like their start values, whatever the run goes on from.
+
+    A first step on these has finite gradients, which those of a checkpoint from a diverged run may not give.
+    """
+
+    def elements(kind: str, name: str, start: int, stop: int) -> Tensor:
+        value = initial_value(name, torch.Size([REPEATED]), engine.whole[name].info, seed=0)  # type: ignore[attr-defined]
+        return value.repeat(-(-(stop - start) // REPEATED))[: stop - start]
+
+    engine.restore(elements, KINDS[:1])
+
+
 class StartState:
     """What training begins from: a checkpoint, or the start values that seed and parameter names give.
 
@@ -90,20 +107,13 @@ class StartState:
         """What was saved with it; empty at a fresh start."""
         return self._reader.state if self._reader else {}
 
-    def initialize(self) -> None:
-        """Put the seed's start values into the weights, whatever follows.
-
-        A first step on these has finite gradients, which those of a checkpoint from a diverged run may not give.
-        """
-        self._engine.restore(self._start_elements, KINDS[:1])
-
     def restore(self, world: World) -> None:
         """Put weights, moments, update count and this process's random generators in place."""
         reader = self._reader
         if reader and self._own:
             self._engine.restore_kept(lambda kind, name: reader.tensor(*stored_as(kind, name)))
         else:
-            self._engine.restore(self._saved_elements if reader else self._start_elements)
+            self._engine.restore(self._saved_elements if reader else self.start_elements)
         self._engine.optimizer_steps = self.state.get("optimizer_steps", 0)
         generators = reader.rng(world.rank) if reader else {}
         if "torch" in generators:
@@ -117,7 +127,8 @@ class StartState:
         self._reader.read(*stored_as(kind, name), self._engine.shares[name].stretches(start, stop), values)
         return values
 
-    def _start_elements(self, kind: str, name: str, start: int, stop: int) -> Tensor:
+    def start_elements(self, kind: str, name: str, start: int, stop: int) -> Tensor:
+        """What the seed gives, see `ElementSource`."""
         if kind != "weight":
             return torch.zeros(stop - start)
         whole, seed = self._engine.whole[name], self._config.train.seed

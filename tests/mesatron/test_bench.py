@@ -60,7 +60,7 @@ def test_mistakes_end_in_one_line() -> None:
     assert done.stderr == "mesatron: --documents is 6, more than the 5 tokens; lower it.\n"
     done = mesatron("bench", "layouts", "configs/quickstart.yaml", "--processes", "2", "--layout", "TP3")
     assert done.returncode == 2
-    assert done.stderr.startswith("mesatron: --layout 'TP3' is none of 2 processes: DP2, ZeRO-1; DP2, ZeRO-2; ")
+    assert done.stderr.startswith("mesatron: --layout 'TP3' is no layout here; known are DP2, ZeRO-1; DP2, ZeRO-2; ")
 
 
 def test_names_of_keys_are_those_of_the_operators() -> None:

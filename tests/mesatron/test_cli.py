@@ -120,6 +120,11 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., 
         ("evaluate perplexity {run} --data {empty}", 3, "No manifest.json in {empty}"),
         ("prove {nowhere} --mixer s4", 2, "--mixer 's4' is no mixer; known are mesa, transformer, "),
         ("prove {nowhere} --mixer ", 2, "--mixer '' is no mixer; known are mesa, "),
+        (
+            "prove {nowhere} --core --layout TP3",
+            2,
+            "--layout 'TP3' is no layout here; known are TP2, ZeRO-1, documents; ",
+        ),
         ("generate {nowhere} --prompt a", 4, "There is no run or checkpoint folder {nowhere}"),
     ],
 )

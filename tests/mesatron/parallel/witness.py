@@ -78,7 +78,7 @@ def with_work_counted(traffic: Traffic) -> list[tuple[str, int]]:
 
 
 engine = build_engine(config, layout, accumulation_steps(config, layout.data.size))
-StartState(None, engine, config).initialize()
+engine.restore(StartState(None, engine, config).start_elements, ("weight",))
 stream = TrainStream(str(config.data.folder), config.train.global_batch_size, layout.data.rank, layout.data.size)
 ids, traffic = [], Traffic()
 for step in range(2):
@@ -90,6 +90,7 @@ for step in range(2):
         beside = with_work_counted(traffic)
     engine.update(parts, 1000.0, 1e-3, PhaseTimer(layout.world.device))
 traffic.__exit__(None, None, None)
+assert not engine.engine.tput_timer.initialized, "DeepSpeed's timer would wait for the GPU at every forward pass"
 stream.close()
 weights = {name: parameter.detach() for name, parameter in engine.parameters.items()}
 replicated = {name: weights[name].clone() for name, share in engine.shares.items() if share.dimension is None}

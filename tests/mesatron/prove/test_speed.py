@@ -29,7 +29,7 @@ def test_layouts_are_measured_or_say_why_not(tmp_path: Path, fork_server: ForkSe
     file, folder = tmp_path / "config.yaml", tmp_path / "new"
     file.write_text(yaml.safe_dump(VALUES))
     cases = [Case(tensor=2, sequence_parallel=True), Case(pipeline=2)]
-    rows = list(measure(fork_server, folder, file, ["train.seed=7"], cases, [2, 3], steps=2))
+    rows = list(measure(fork_server, folder, file, ["train.seed=7"], cases, [2, 3], steps=2, seconds=120))
     assert [(row.layout, row.micro_batch) for row in rows] == [(case.name, size) for case in cases for size in (2, 3)]
     for row in rows[::2]:
         assert row.failure is None
@@ -37,6 +37,9 @@ def test_layouts_are_measured_or_say_why_not(tmp_path: Path, fork_server: ForkSe
         assert row.tokens_per_second > 100
         assert row.peak_bytes is not None
         assert row.peak_bytes > 2**26
+        assert row.device_bytes is None
+        assert row.profiled_seconds is not None
+        assert 0 < row.profiled_seconds < 60
         assert row.computing is not None
         assert 0 < row.computing < 1
         assert row.communicating is not None
@@ -54,10 +57,12 @@ def test_a_layout_that_fails_gives_its_reason(tmp_path: Path, fork_server: ForkS
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(VALUES))
     settings = ["model.implementation=triton"]
-    (row,) = measure(fork_server, tmp_path / "new", file, settings, [Case(data=2)], [2], steps=2)
+    (row,) = measure(fork_server, tmp_path / "new", file, settings, [Case(data=2)], [2], steps=2, seconds=120)
     assert row.failure is not None
     assert "model.implementation is triton, which needs a GPU" in row.failure
     assert str(tmp_path) not in row.failure
+    assert len(row.logs) == 2
+    assert any("model.implementation is triton" in line for lines in row.logs for line in lines)
 
 
 @pytest.mark.long

@@ -6,6 +6,13 @@ vocabulary, sequences and documents divide by nothing, and documents cross and e
 other layouts of the table run with the command. That the comparison can fail is checked with one changed number.
 """
 
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -50,7 +57,7 @@ def mixed_prover(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServ
 )
 def test_a_layout_equals_one_process(prover: Prover, case: Case) -> None:
     lines: list[str] = []
-    assert table(prover, [case], lines.append), lines
+    assert table(prover, [case], lines.append, lines.append), lines
     assert case.name in lines[1]
 
 
@@ -66,7 +73,7 @@ def test_a_layout_equals_one_process(prover: Prover, case: Case) -> None:
 )
 def test_every_mixer_in_a_layout_equals_one_process(mixed_prover: Prover, case: Case) -> None:
     lines: list[str] = []
-    assert table(mixed_prover, [case], lines.append), lines
+    assert table(mixed_prover, [case], lines.append, lines.append), lines
 
 
 def test_every_mixer_of_a_pattern_is_built(tmp_path: Path, fork_server: ForkServerContext) -> None:
@@ -89,13 +96,82 @@ def test_a_difference_is_seen(prover: Prover) -> None:
         replace(trace, weights=trace.weights | {name: bent}),
         replace(trace, losses=[*trace.losses[:-1], trace.losses[-1] * 1.0001]),
         replace(trace, norms=[trace.norms[0] * 1.0001, *trace.norms[1:]]),
+        replace(trace, losses=[*trace.losses[:-1], math.nan]),
+        replace(trace, norms=[*trace.norms[:-1], math.nan]),
+        replace(trace, gradients=trace.gradients | {f"exp_avg/{name}": bent * math.nan}),
+        replace(trace, weights=trace.weights | {name: bent * math.inf}),
     ):
         assert not compare(case, changed, trace).holds
+        assert not compare(case, trace, changed).holds
+    nothing = replace(trace, weights=trace.weights | {name: bent * 0})
+    assert compare(case, nothing, nothing).holds
+    assert not compare(case, trace, nothing).holds
     for other in (replace(trace, checksums=[0.0] * STEPS), replace(trace, weights={})):
         with pytest.raises(WorldFailed):
             compare(case, other, trace)
 
 
+def test_the_table_goes_on_after_a_layout_that_fails(prover: Prover) -> None:
+    """Five sequences do not go into batches of twelve; one process equals itself."""
+    shown: list[str] = []
+    logs: list[str] = []
+    failing = Case(data=2, micro_batch=5)
+    assert not table(prover, [failing, Case()], shown.append, logs.append)
+    assert shown[1].startswith(f"{failing.name} ")
+    assert " FAILED: Process " in shown[1]
+    assert shown[2].endswith("  equal")
+    assert [f"process {rank} in {failing.name}" in log for rank, log in enumerate(logs)] == [True, True]
+    assert "12 = " in logs[0]
+
+
 def test_a_world_that_fails_gives_its_last_words(prover: Prover, tmp_path: Path) -> None:
+    arguments = ["train", str(prover.config), "name=failing", "parallel.data_size=5"]
     with pytest.raises(WorldFailed, match=r"Process \d of 2 ended with 2: .*calls for 5 processes, not 2"):
-        run_world(prover.context, 2, ["train", str(prover.config), "name=failing", "parallel.data_size=5"], tmp_path)
+        run_world(prover.context, 2, arguments, tmp_path, seconds=60)
+
+
+ENDLESS = ["train.steps=1000000", "checkpoint.every_steps=1000000", "evaluate.every_steps=1000000"]
+
+
+def test_a_world_that_does_not_end_in_time_shows_where_it_was(prover: Prover, tmp_path: Path) -> None:
+    with pytest.raises(WorldFailed, match=r"Process \d of 2 did not end in 3 s: ") as failure:
+        run_world(prover.context, 2, ["train", str(prover.config), "name=endless", *ENDLESS], tmp_path, seconds=3)
+    for lines in failure.value.logs:
+        begin = max(number for number, line in enumerate(lines) if line.endswith("(most recent call first):"))
+        assert any("mesatron/cli.py" in line and line.endswith(" in train") for line in lines[begin:]), lines
+
+
+def test_a_world_ends_with_who_runs_it(prover: Prover, tmp_path: Path) -> None:
+    script = (
+        "import multiprocessing, pathlib, sys; from mesatron.prove.worlds import run_world;"
+        "context = multiprocessing.get_context('forkserver'); folder = pathlib.Path(sys.argv.pop());"
+        "run_world(context, 1, sys.argv[1:], folder, 60)"
+    )
+    arguments = ["train", str(prover.config), "name=orphan", *ENDLESS, str(tmp_path)]
+    parent = subprocess.Popen([sys.executable, "-c", script, *arguments], start_new_session=True)
+    try:
+        while not (tmp_path / "rank-0.log").exists():
+            assert parent.poll() is None
+            time.sleep(0.05)
+        assert len(_session(parent.pid)) >= 3  # it, the fork server and the worker
+        parent.kill()
+        parent.wait()
+        until = time.monotonic() + 10
+        while left := _session(parent.pid):
+            assert time.monotonic() < until, left
+            time.sleep(0.05)
+    finally:
+        for process in _session(parent.pid):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+def _session(leader: int) -> list[int]:
+    """The processes of a session that have not ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, _, session, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(session) == leader and state != "Z":
+                found.append(int(folder.name))
+    return found

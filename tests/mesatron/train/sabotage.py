@@ -15,7 +15,7 @@ wait=7      the first process waits for a line on its standard input before step
 hang=7      the last process waits for something that never comes while it works on step 7
 slow=N      each batch takes N tenths of a second longer, the rehearsal 5 N and each tensor saved or restored N / 20
 garbage=40,41  the tokens of these global batches, counted from 0, are those that are rare elsewhere
-lag=N       every block takes the last process N hundredths of a second longer
+lag=N       every block takes the last process N hundredths of a second longer, and it has used a GiB more
 stuck=NAME  nothing of that name can be renamed, as on a bad disk
 mapped=7    the process ends with code 1 before step 7 if it still maps files of a checkpoint
 request=7   a file that asks to stop appears in the run folder in step 7; request=save: when the first step is saved;
@@ -198,6 +198,8 @@ if fault == "stuck":
     os.rename = refusing(os.rename)
 if fault == "lag":
     Block.forward = lagging(Block.forward)
+    if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+        bytearray(b"x") * 2**30
 if fault == "slow":
     ZeroEngine.losses, ZeroEngine._own = slowly(ZeroEngine.losses, 1), slowly(ZeroEngine._own, 0.05)
 if fault in ("signal", "request") and not steps:

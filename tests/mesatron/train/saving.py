@@ -46,7 +46,7 @@ configs = [load_config(Path(path)) for path in sys.argv[2:]]
 layout = lay_out(configs[0], world)
 for number, config in enumerate(configs):
     engine = build_engine(config, layout, accumulation_steps(config, layout.data.size))
-    StartState(None, engine, config).initialize()
+    engine.restore(StartState(None, engine, config).start_elements, ("weight",))
     stream = TrainStream(str(config.data.folder), config.train.global_batch_size, layout.data.rank, layout.data.size)
     batches = [[layout.piece(part) for part in next(stream).split(config.train.micro_batch_size)] for _ in range(3)]
     stream.close()

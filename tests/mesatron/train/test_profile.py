@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from torch.autograd import DeviceType
 
-from mesatron.train.profile import shares
+from mesatron.train.profile import STEP, shares
 
 
 def test_a_step_is_traced_in_every_process(
@@ -30,11 +30,20 @@ def test_a_step_is_traced_in_every_process(
     found = {tag: value for tag, step, value, *_ in run.events() if tag.startswith("profile/") and step == 2}
     assert 0 < found["profile/communicating"] < 1
     assert 0 < found["profile/computing"] <= 1
+    assert 0 < found["profile/seconds"] < 60
+
+
+def test_a_profiler_that_starts_late_is_no_communication(tmp_path: Path, world: Callable) -> None:
+    """Its start takes the second process two seconds longer than the first, the step of both next to nothing."""
+    outcome = world(2, Path(__file__).with_name("late_profiler.py"), tmp_path)
+    assert outcome.exit_code == 0, outcome.errors
+    figures = json.loads(outcome.output)
+    assert figures["profile/seconds"] < 1
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_shares_count_no_moment_twice(on_gpu: bool) -> None:
-    """Seconds 0-4 and 3-5 of work, 4-8 of communication, and what neither counts: annotations, and a GPU's host."""
+    """Seconds 0-4 and 3-5 of work, 4-8 of communication; not counted: annotations, a GPU's host, what was before."""
     kernel = DeviceType.CUDA if on_gpu else DeviceType.CPU
     names = ("gemm", "ncclDevKernel_AllReduce") if on_gpu else ("aten::mm", "gloo:all_reduce")
 
@@ -42,10 +51,12 @@ def test_shares_count_no_moment_twice(on_gpu: bool) -> None:
         span = SimpleNamespace(start=begin * 1e6, end=end * 1e6)
         return SimpleNamespace(name=name, device_type=device, is_user_annotation=note, time_range=span)
 
-    events = [event(names[0], 0, 4), event(names[0], 3, 5), event(names[1], 4, 8), event("step", 0, 10, kernel, True)]
+    events = [event(names[0], 0, 4), event(names[0], 3, 5), event(names[1], 4, 8)]
+    events += [event(STEP, 0, 10, DeviceType.CPU), event(names[1], -3, -1), event("gloo:barrier", -2, 0)]
     if on_gpu:
-        events += [event("nccl:all_reduce", 0, 10, note=True), event("aten::mm", 0, 10, DeviceType.CPU)]
-    assert shares(events, 10.0, on_gpu) == {
+        events += [event(STEP, 0, 10, note=True), event("nccl:all_reduce", 0, 10, note=True)]
+        events.append(event("aten::mm", 0, 10, DeviceType.CPU))
+    assert shares(events, on_gpu) == {
         "profile/seconds": 10.0,
         "profile/computing": 0.5,
         "profile/communicating": 0.4,

@@ -24,6 +24,7 @@ def test_the_slow_process_is_named(
     assert line.startswith(f"step {READINGS}: process {processes - 1} on ")
     assert run_of(config).curve("time/slowest_process") == (READINGS + 2) * [processes - 1]
     assert min(run_of(config).curve("time/slowest_over_median")) > 3
+    assert min(run_of(config).curve("memory/peak_bytes")) > 2**30, "of the largest process"
 
 
 def test_becoming_slow_and_recovering() -> None:

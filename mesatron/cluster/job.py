@@ -68,14 +68,18 @@ def begin(config: Config) -> dict[str, str]:
     history = History(folder)
     previous = last_job(folder)
     if previous:
-        if previous.job != job and scheduler.job_state(previous.job, previous.command) == "RUNNING":
-            raise ConfigError(f"Job {previous.job} trains {folder} already; wait for it or choose another name.")
+        if previous.job != job:
+            state = scheduler.patiently(scheduler.job_state, previous.job, previous.command)
+            if state == "RUNNING":
+                raise ConfigError(f"Job {previous.job} trains {folder} already; wait for it or choose another name.")
         _blame(history, previous)
     excluded = [node for node in unfit_nodes(history) if node in nodes]
     if excluded:
-        history.decide(f"requeue: {', '.join(excluded)} failed {FAILURES_OF_A_NODE} times and is excluded")
-        scheduler.requeue(job, excluded)
-        raise UnfitError(f"Job {job} was given {', '.join(excluded)} again, and is queued again without.")
+        names = ", ".join(excluded)
+        taken = _requeue(history, job, f": {names} failed {FAILURES_OF_A_NODE} times and is excluded", excluded)
+        raise UnfitError(
+            f"Job {job} was given {names} again, and is {'queued again without' if taken else 'not queued again'}."
+        )
     words = launch / f"{WORDS}{_identity()}"
     words.mkdir(exist_ok=True)
     command, output = scheduler.origin(job)
@@ -112,14 +116,13 @@ def settle(config: Config) -> int:
         FOR_CLUSTER: "stopped on the cluster's request", UnfitError.exit_code: "a node is unfit",
         KILLED: "it failed or was killed",
     }.get(code, f"it ended with {code}")  # fmt: skip
-    if not scheduler.may_be_requeued(note.job):
+    if not scheduler.patiently(scheduler.may_be_requeued, note.job):
         return code
     if history.requeues_without_progress() >= config.launch.max_requeues:
         history.decide(f"no requeue ({why}): {config.launch.max_requeues} brought no new checkpoint")
         return code
     excluded = unfit_nodes(history)
-    history.decide(f"requeue ({why})" + (f" without {', '.join(excluded)}" if excluded else ""))
-    scheduler.requeue(note.job, excluded)
+    _requeue(history, note.job, f" ({why})" + (f" without {', '.join(excluded)}" if excluded else ""), excluded)
     return code
 
 
@@ -134,9 +137,31 @@ def unfit_nodes(history: History) -> list[str]:
     return sorted(node for node, times in history.failed_nodes().items() if times >= FAILURES_OF_A_NODE)
 
 
+def _requeue(history: History, job: str, why: str, excluded: Sequence[str]) -> bool:
+    """Queue this job again, not to run on the `excluded` nodes; returns whether Slurm does so.
+
+    Decided before Slurm is asked, for it may end this process as it answers, and a requeue that is not logged would not
+    be counted; taken back where it refuses.
+    """
+    history.decide(f"requeue{why}")
+    try:
+        scheduler.patiently(scheduler.requeue, job, _restarts())
+    except ConfigError as error:
+        history.decide(f"no requeue after all: {error}")
+        return False
+    if excluded:
+        scheduler.patiently(scheduler.exclude, job, excluded)
+    return True
+
+
 def _identity() -> str:
     """Of this start of this job, on whichever node and however late."""
-    return f"{_variable('SLURM_JOB_ID')}-{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    return f"{_variable('SLURM_JOB_ID')}-{_restarts()}"
+
+
+def _restarts() -> str:
+    """How often Slurm had started this job before."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0")
 
 
 def _variable(name: str) -> str:
@@ -170,7 +195,10 @@ def _meeting_address(nodes: Sequence[str]) -> str:
     if len(nodes) == 1:
         return "127.0.0.1"
     other = nodes[1]
-    address = source_address([other]) or source_address([scheduler.fields("node", other).get("NodeAddr", other)])
+    address = source_address([other])
+    if address is None:
+        found = scheduler.patiently(scheduler.fields, "node", other)
+        address = source_address([found.get("NodeAddr", other)])
     if address is None:
         raise ConfigError(
             f"{nodes[0]} has no way to {other} but over its loopback device; check that node names resolve to routable "

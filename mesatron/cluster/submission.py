@@ -113,7 +113,8 @@ def plan_array(configs: Sequence[Config], folder: Path, name: str, request: Requ
     script = folder.absolute() / LAUNCH_FOLDER / SCRIPT
     paths = shlex.join(str(launch / CONFIG) for launch in launches)
     choice = f'configs=({paths})\nset -- "${{configs[$SLURM_ARRAY_TASK_ID]}}"'
-    array = {"array": f"0-{len(configs) - 1}", "job-name": name, "output": f"{script.parent}/slurm-%A_%a.out"}
+    output = _output(script.parent, "slurm-%A_%a.out")
+    array = {"array": f"0-{len(configs) - 1}", "job-name": name, "output": output}
     longest_lead = max(configs, key=lambda config: stop_lead_seconds(config, config.run_folder))
     files[script] = _script(longest_lead, request, array, choice)
     return Plan(files, script, [launch.parent for launch in launches])
@@ -188,7 +189,9 @@ def newest_job(folder: Path) -> Submission | None:
     launch = folder / LAUNCH_FOLDER
     known = [_noted(launch / name) for name in (SUBMITTED, JOB_FILE) if (launch / name).exists()]
     newest = max(known, key=lambda submission: submission.time, default=None)
-    if newest and known[0].job.startswith(f"{newest.job}_"):  # earlier versions noted an array's last member like this
+    # The submitted one knows its output better, for scontrol expands a % in a folder's name too. Earlier versions noted
+    # an array's last member by the id of all.
+    if newest and f"{known[0].job}_".startswith(f"{newest.job}_"):
         return known[0]
     return newest
 
@@ -233,9 +236,36 @@ def _job(config: Config, request: Request) -> dict[Path, str]:
     if saved:  # what the training would refuse after its time in the queue
         compare_with(saved[-1], config, request.allow_changes)
     launch = _launch_folder(config)
-    own = {"job-name": config.name, "output": f"{launch}/slurm-%j.out"}
+    own = {"job-name": config.name, "output": _output(launch, "slurm-%j.out")}
     script = _script(config, request, own, f"set -- {shlex.quote(str(launch / CONFIG))}")
     return {launch / CONFIG: dump_config(config), launch / SCRIPT: script}
+
+
+def _output(launch: Path, name: str) -> str:
+    """sbatch's pattern for a file in a launch folder, `name` with its codes.
+
+    Raises ConfigError for a folder that sbatch has no pattern for, or from which Python would not take the code.
+    """
+    if found := re.search(r"[\\:]", str(launch)):
+        raise ConfigError(
+            f"{launch} has a {found[0]} in its name, with which Slurm or Python would look elsewhere; choose another "
+            "runs_folder."
+        )
+    return f"{launch}/".replace("%", "%%") + name
+
+
+def _directive(name: str, value: str) -> str:
+    """An option's line in a batch script, in quotes where sbatch would end its value early, or all further options.
+
+    Raises ConfigError for a value that has no place in a line.
+    """
+    if not value.isprintable():
+        raise ConfigError(
+            f"--{name} {value!r} has a character that cannot be printed; leave it out, or rename the folder."
+        )
+    if re.search(r"[\s#'\"\\]", value):
+        value = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+    return f"#SBATCH --{name}={value}\n"
 
 
 def _signal(config: Config, folder: Path) -> str:
@@ -253,7 +283,7 @@ def _script(config: Config, request: Request, options: Mapping[str, str], argume
     last, _, body = body.partition("\n")
     head += separator + last + "\n"
     for name, value in whole.items():
-        line = f"#SBATCH --{name}={value}\n"
+        line = _directive(name, value)
         head, found = re.subn(rf"(?m)^#SBATCH --{re.escape(name)}=.*\n", lambda _, line=line: line, head)  # type: ignore[misc]
         head += "" if found else line
     container = shlex.join(f"--{name}={value}" for name, value in request.container.items())

@@ -214,7 +214,12 @@ def _blame(history: History, note: Job) -> None:
         return
     found = folder / UNFIT_FILE
     if found.exists():
-        for node, reason in json.loads(found.read_text()).items():
+        try:
+            unfit = json.loads(found.read_text())
+        except ValueError:  # earlier versions did not write it in one step
+            unfit = {}
+            history.decide(f"no node is left out, for {found} is damaged")
+        for node, reason in unfit.items():
             # What preflight finds needs no second time.
             history.decide(f"node {node} is unfit: {reason}", failed_node=node, failures=FAILURES_OF_A_NODE)
     else:

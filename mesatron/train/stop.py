@@ -105,10 +105,10 @@ class StopFlag:
         return last is None or self._attempt is None or last >= self._attempt.number
 
     def _read_request(self) -> dict[str, Any] | None:
-        """The request, if there is one; what a shell has written only in part is read at the next step."""
+        """The request, if there is one; what is malformed is none, such as what a shell has written only in part."""
         # Opened, not looked for: network file systems remember for a while that a file is not there.
         with suppress(FileNotFoundError, ValueError):
             request = json.loads(self._request_path.read_text())
-            if isinstance(request, dict):
+            if isinstance(request, dict) and isinstance(request.get("attempt_at_most"), int | None):
                 return {"reason": "a stop request", "code": StoppedEarly.exit_code, "attempt_at_most": None} | request
         return None

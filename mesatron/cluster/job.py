@@ -72,19 +72,22 @@ def begin(config: Config) -> dict[str, str]:
     if scheduler.restarts(job) > _restarts():
         raise FencedError(f"Job {job} has been started again since, so this start of it ends.")
     if previous:
-        if previous.job != job and scheduler.job_state(previous.job, previous.command) == "RUNNING":
-            raise ConfigError(f"Job {previous.job} trains {folder} already; wait for it or choose another name.")
-        reason = asked_by_user(folder, previous.attempt)
-        if reason and previous.job == job:
+        if previous.job != job:
+            state = scheduler.patiently(scheduler.job_state, previous.job, previous.command)
+            if state == "RUNNING":
+                raise ConfigError(f"Job {previous.job} trains {folder} already; wait for it or choose another name.")
+        elif reason := asked_by_user(folder, previous.attempt):
             history.decide(f"no further start: attempt {previous.attempt} was asked to stop ({reason})")
             withdraw(folder)
             raise StoppedEarly(f"Stopped on request ({reason}) before another start; `mesatron launch resume` goes on.")
         _blame(history, previous)
     excluded = [node for node in unfit_nodes(history) if node in nodes]
     if excluded:
-        history.decide(f"requeue: {', '.join(excluded)} failed {FAILURES_OF_A_NODE} times and is excluded")
-        scheduler.requeue(job, excluded)
-        raise UnfitError(f"Job {job} was given {', '.join(excluded)} again, and is queued again without.")
+        names = ", ".join(excluded)
+        taken = _requeue(history, job, f": {names} failed {FAILURES_OF_A_NODE} times and is excluded", excluded)
+        raise UnfitError(
+            f"Job {job} was given {names} again, and is {'queued again without' if taken else 'not queued again'}."
+        )
     words = launch / f"{WORDS}{_identity()}"
     words.mkdir(exist_ok=True)
     command, output = scheduler.origin(job)
@@ -120,7 +123,7 @@ def settle(config: Config) -> int:
         FOR_CLUSTER: "stopped on the cluster's request", UnfitError.exit_code: "a node is unfit",
         StorageError.exit_code: "its storage failed", KILLED: "it failed or was killed",
     }.get(code, f"it ended with {code}")  # fmt: skip
-    if not scheduler.may_be_requeued(note.job):
+    if not scheduler.patiently(scheduler.may_be_requeued, note.job):
         return code
     if reason := asked_by_user(folder, note.attempt):
         history.decide(f"no requeue ({why}): attempt {note.attempt} was asked to stop ({reason})")
@@ -130,8 +133,7 @@ def settle(config: Config) -> int:
         history.decide(f"no requeue ({why}): {config.launch.max_requeues} brought no new checkpoint")
         return code
     excluded = unfit_nodes(history)
-    history.decide(f"requeue ({why})" + (f" without {', '.join(excluded)}" if excluded else ""))
-    scheduler.requeue(note.job, excluded)
+    _requeue(history, note.job, f" ({why})" + (f" without {', '.join(excluded)}" if excluded else ""), excluded)
     return code
 
 
@@ -156,12 +158,30 @@ def unfit_nodes(history: History) -> list[str]:
     return sorted(node for node, times in history.failed_nodes().items() if times >= FAILURES_OF_A_NODE)
 
 
+def _requeue(history: History, job: str, why: str, excluded: Sequence[str]) -> bool:
+    """Queue this job again, not to run on the `excluded` nodes; returns whether Slurm does so.
+
+    Decided before Slurm is asked, for it may end this process as it answers, and a requeue that is not logged would not
+    be counted; taken back where it refuses.
+    """
+    history.decide(f"requeue{why}")
+    try:
+        scheduler.patiently(scheduler.requeue, job, _restarts())
+    except ConfigError as error:
+        history.decide(f"no requeue after all: {error}")
+        return False
+    if excluded:
+        scheduler.patiently(scheduler.exclude, job, excluded)
+    return True
+
+
 def _identity() -> str:
     """Of this start of this job, on whichever node and however late."""
     return f"{_variable('SLURM_JOB_ID')}-{_restarts()}"
 
 
 def _restarts() -> int:
+    """How often Slurm had started this job before."""
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
@@ -196,7 +216,10 @@ def _meeting_address(nodes: Sequence[str]) -> str:
     if len(nodes) == 1:
         return "127.0.0.1"
     other = nodes[1]
-    address = source_address([other]) or source_address([scheduler.fields("node", other).get("NodeAddr", other)])
+    address = source_address([other])
+    if address is None:
+        found = scheduler.patiently(scheduler.fields, "node", other)
+        address = source_address([found.get("NodeAddr", other)])
     if address is None:
         raise ConfigError(
             f"{nodes[0]} has no way to {other} but over its loopback device; check that node names resolve to routable "
@@ -212,7 +235,12 @@ def _blame(history: History, note: Job) -> None:
         return
     found = folder / UNFIT_FILE
     if found.exists():
-        for node, reason in json.loads(found.read_text()).items():
+        try:
+            unfit = json.loads(found.read_text())
+        except ValueError:  # earlier versions did not write it in one step
+            unfit = {}
+            history.decide(f"no node is left out, for {found} is damaged")
+        for node, reason in unfit.items():
             # What preflight finds needs no second time.
             history.decide(f"node {node} is unfit: {reason}", failed_node=node, failures=FAILURES_OF_A_NODE)
     else:

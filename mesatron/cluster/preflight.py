@@ -1,7 +1,8 @@
 """`mesatron doctor run`: in every process of a run, before it trains: is each node fit, and like the others?
 
 Each process examines its node and says what it found; then they talk, over gloo on CPUs, and over NCCL if all have
-GPUs. A fault or difference that only some nodes have is theirs; one that all have is the config's or the data's.
+GPUs. A fault or difference that only some nodes have is theirs; one that all have is the config's or the data's. A node
+that is alone has nothing to compare with: its GPUs and shared memory are taken for its own.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from mesatron.cluster.job import LAUNCH_FOLDER, UNFIT_FILE
 from mesatron.cluster.words import FOLDER, node_name
 from mesatron.config import Config, check_prepared
 from mesatron.errors import REPORTED, ConfigError, MesatronError, PeerLostError, StorageError, UnfitError
+from mesatron.files import replace_file
 from mesatron.kernel_choice import choose_kernels
 from mesatron.parallel import distributed
 
@@ -50,7 +52,13 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
     has_gpu: bool = False
+    is_shared: bool = False
+    """Whether one of the problems may be the config's or a shared folder's, so that no other node would do better."""
     storage_failed: bool = False
+
+    def add(self, problem: str, is_shared: bool = False) -> None:
+        self.problems.append(problem)
+        self.is_shared |= is_shared
 
 
 def examine(config: Config) -> Findings:
@@ -58,11 +66,11 @@ def examine(config: Config) -> Findings:
     found = Findings(node_name())
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
-    def attempt(check: Callable[[], None]) -> None:
+    def attempt(check: Callable[[], None], is_shared: bool) -> None:
         try:
             check()
         except (*REPORTED, OSError, RuntimeError) as error:
-            found.problems.append(" ".join(str(error).split()).rstrip("."))
+            found.add(" ".join(str(error).split()).rstrip("."), is_shared or isinstance(error, REPORTED))
             found.storage_failed |= storage_failed(error) or getattr(error, "exit_code", 0) == StorageError.exit_code
 
     def gpus() -> None:
@@ -72,12 +80,13 @@ def examine(config: Config) -> Findings:
         if not found.has_gpu:
             return
         if count < local_size:
-            found.problems.append(f"it has {count} GPUs for {local_size} processes")
+            given = int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
+            found.add(f"it has {count} GPUs for {local_size} processes", is_shared=local_size > given)
             return
         free, total = torch.cuda.mem_get_info(local_rank)
         found.facts["GPU memory in GiB"] = f"{total / 2**30:.0f}"
         if free < LEAST_FREE_GPU_MEMORY * total:
-            found.problems.append(f"GPU {local_rank} has only {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+            found.add(f"GPU {local_rank} has only {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
         if local_rank == 0:  # remembered for the others
             choose_kernels(config, torch.device("cuda", local_rank))
 
@@ -88,14 +97,17 @@ def examine(config: Config) -> Findings:
         if driver.exists():
             found.facts["driver"] = driver.read_text().partition("\n")[0]
 
-    def space() -> None:
+    def shared_memory() -> None:
         shared = shutil.disk_usage("/dev/shm").free
         if shared < LEAST_SHARED_MEMORY:
-            found.problems.append(f"/dev/shm has {shared >> 20} MiB free, fewer than {LEAST_SHARED_MEMORY >> 20}")
+            found.add(f"/dev/shm has {shared >> 20} MiB free, fewer than {LEAST_SHARED_MEMORY >> 20}")
+
+    def space() -> None:
         free, needed = shutil.disk_usage(config.run_folder).free, 2 * CHECKPOINT_BYTES * config.model.parameter_count()
         if free < needed:
-            found.problems.append(
-                f"{config.run_folder} has {free / 1e9:.1f} GB free, two checkpoints take {needed / 1e9:.1f}"
+            found.add(
+                f"{config.run_folder} has {free / 1e9:.1f} GB free, two checkpoints take {needed / 1e9:.1f}",
+                is_shared=True,
             )
 
     def data() -> None:
@@ -105,24 +117,28 @@ def examine(config: Config) -> Findings:
         tokenizer = Tokenizer.load(own).sha256 if own.exists() else manifest.tokenizer_sha256
         found.facts |= {"data": manifest.fingerprint[:12], "tokenizer": tokenizer[:12]}
 
-    for check in (gpus, versions, space, data):
-        attempt(check)
+    for check in (gpus, versions, shared_memory):
+        attempt(check, is_shared=False)
+    for check in (space, data):
+        attempt(check, is_shared=True)
     return found
 
 
 def judge(findings: Sequence[Findings]) -> dict[str, str]:
     """The nodes that are unfit, with the reason; empty if all is well.
 
-    Raises ConfigError for a problem that all nodes have, since other nodes would have it too, or StorageError.
+    Raises ConfigError for a problem that all nodes have, since other nodes would have it too, or StorageError; where
+    there is but one, for a problem that is not its own.
     """
     nodes = {finding.node for finding in findings}
     unfit: dict[str, str] = {}
     for finding in findings:
         if finding.problems:
             unfit.setdefault(finding.node, "; ".join(finding.problems))
-    if nodes == unfit.keys():
+    if nodes == unfit.keys() and (len(nodes) > 1 or any(finding.is_shared for finding in findings)):
+        node, why = next(iter(unfit.items()))
         kind = StorageError if any(finding.storage_failed for finding in findings) else ConfigError
-        raise kind(f"No node is fit for the run: {next(iter(unfit.values()))}.")
+        raise kind(f"No node is fit for the run: on {node}, {why}.")
     for fact in sorted({name for finding in findings for name in finding.facts}):
         values = Counter(finding.facts.get(fact, "none") for finding in findings if finding.node not in unfit)
         if len(values) > 1:
@@ -153,9 +169,9 @@ def run(config: Config, seconds: float) -> str:
         offsets = _clock_offsets()
         for finding, sees, offset in zip(findings, seen, offsets, strict=True):
             if not sees:
-                finding.problems.append(f"{config.run_folder} there is not the folder of the first node")
+                finding.add(f"{config.run_folder} there is not the folder of the first node", is_shared=True)
             if abs(offset) > LARGEST_SKEW_SECONDS:
-                finding.problems.append(f"its clock is {offset:+.1f} s off that of the first node")
+                finding.add(f"its clock is {offset:+.1f} s off that of the first node")
         unfit = judge(findings)
         if unfit:
             _tell(unfit)
@@ -245,7 +261,7 @@ def _tell(unfit: dict[str, str]) -> None:
     """Let the job that started this know which nodes to leave out."""
     folder = os.environ.get(FOLDER)
     if folder and dist.get_rank() == 0:
-        (Path(folder) / UNFIT_FILE).write_text(json.dumps(unfit))
+        replace_file(Path(folder) / UNFIT_FILE, [json.dumps(unfit).encode()])
 
 
 def _version_of(package: str) -> str:

@@ -6,18 +6,37 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import ParamSpec, TypeVar
 
-from mesatron.errors import ConfigError
+from mesatron.errors import ConfigError, report
 
 SCRIPT = "train.sbatch"
 QUEUED = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING"}
 ALIVE = QUEUED | {"RUNNING", "SUSPENDED", "COMPLETING", "RESIZING", "STAGE_OUT"}
+REFUSALS = (
+    "Invalid job id", "not found", "Invalid node name", "denied", "disabled", "not supported", "pending execution",
+    "already completing",
+)  # fmt: skip
+"""What a controller that has understood says no with; all else may be one that is away or too busy."""
+PATIENCE_SECONDS, RETRY_SECONDS = 600, 5
+"""For so long, and so often, a job asks a controller that does not answer."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class UnansweredError(ConfigError):
+    """Slurm has neither done what was asked nor refused it."""
 
 
 def ask(*command: str, environment: Mapping[str, str] | None = None) -> str:
-    """What a command of Slurm prints. Raises ConfigError when it is not there or refuses."""
+    """What a command of Slurm prints.
+
+    Raises ConfigError when it is not there or refuses, and UnansweredError when the controller may not have heard it.
+    """
     if shutil.which(command[0]) is None:
         raise ConfigError(
             f"{command[0]} is not on PATH of {os.uname().nodename}, and without it nothing is known of the job's "
@@ -26,8 +45,28 @@ def ask(*command: str, environment: Mapping[str, str] | None = None) -> str:
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         reason = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        raise ConfigError(f"Slurm refuses `{' '.join(command)}`: {reason}")
+        if any(refusal in reason for refusal in REFUSALS) or command[0] != "scontrol":
+            raise ConfigError(f"Slurm refuses `{' '.join(command)}`: {reason}")
+        raise UnansweredError(f"Slurm fails at `{' '.join(command)}`: {reason}")
     return done.stdout
+
+
+def patiently(action: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """What `action` returns, begun anew while it raises UnansweredError, for PATIENCE_SECONDS at most.
+
+    For a job, which would be lost to a controller that is restarted at the wrong moment; a person can ask again.
+    """
+    end, told = time.monotonic() + PATIENCE_SECONDS, False
+    while True:
+        try:
+            return action(*arguments, **options)
+        except UnansweredError as error:
+            if time.monotonic() > end:
+                raise
+            if not told:
+                report(UnansweredError(f"{error}; asked again for {PATIENCE_SECONDS} s."))
+            told = True
+        time.sleep(RETRY_SECONDS)
 
 
 def host_names(node_list: str) -> list[str]:
@@ -59,7 +98,7 @@ def is_member(job: str, array: str) -> bool:
     """Whether the job with this id of its own belongs to the array; so it is taken where Slurm does not answer."""
     found = {"ArrayJobId": array}
     with suppress(ConfigError):
-        found = fields("job", job)
+        found = patiently(fields, "job", job)
     return found.get("ArrayJobId") == array
 
 
@@ -120,10 +159,18 @@ def may_be_requeued(job: str) -> bool:
     return found.get("JobState") == "RUNNING" or found.get("Reason") == "TimeLimit"
 
 
-def requeue(job: str, excluded: Sequence[str]) -> None:
-    """End a running job and queue it again, not to run on the `excluded` nodes."""
+def requeue(job: str, restarts: int) -> None:
+    """End a job's start number `restarts`, as Slurm counts them from 0, and queue it again.
+
+    May be called again after an UnansweredError: what Slurm had heard all the same is not asked twice, for that would
+    end the next start.
+    """
+    if int(fields("job", job).get("Restarts", restarts)) == restarts:
+        ask("scontrol", "requeue", job)
+
+
+def exclude(job: str, nodes: Sequence[str]) -> None:
+    """Keep a pending job, such as one that is just queued again, from `nodes`; Slurm refuses it for any other."""
     already = fields("job", job).get("ExcNodeList", "(null)")
-    ask("scontrol", "requeue", job)
-    if excluded:  # Slurm takes this for a pending job only, which it is from now on
-        nodes = [*excluded, *([] if already == "(null)" else [already])]
-        ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join(nodes)}")
+    names = ",".join([*nodes, *([] if already == "(null)" else [already])])
+    ask("scontrol", "update", f"JobId={job}", f"ExcNodeList={names}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import shlex
@@ -113,8 +114,10 @@ def plan_array(configs: Sequence[Config], folder: Path, name: str, request: Requ
     script = folder.absolute() / LAUNCH_FOLDER / SCRIPT
     paths = shlex.join(str(launch / CONFIG) for launch in launches)
     choice = f'configs=({paths})\nset -- "${{configs[$SLURM_ARRAY_TASK_ID]}}"'
-    array = {"array": f"0-{len(configs) - 1}", "job-name": name, "output": f"{script.parent}/slurm-%A_%a.out"}
-    longest_lead = max(configs, key=lambda config: stop_lead_seconds(config, config.run_folder))
+    output = _output(script.parent, "slurm-%A_%a.out")
+    array = {"array": f"0-{len(configs) - 1}", "job-name": name, "output": output}
+    time = request.options.get("time", "")
+    longest_lead = max(configs, key=lambda config: stop_lead_seconds(config, config.run_folder, time))
     files[script] = _script(longest_lead, request, array, choice)
     return Plan(files, script, [launch.parent for launch in launches])
 
@@ -166,10 +169,10 @@ def resume(folder: Path) -> str:
         steps = config.train.steps
         if (folder / CONFIG).exists() and summarize(folder).step == steps:
             return f"{folder} is complete: step {steps} of {steps} is saved, and no job is needed"
-        signal = _signal(config, folder)
-        replace_file(
-            script, [re.sub("(?m)^#SBATCH --signal=.*", f"#SBATCH --signal={signal}", script.read_text()).encode()]
-        )
+        text = script.read_text()
+        limit = re.search(r"(?m)^#SBATCH --time=(\S+)$", text)
+        signal = _signal(config, folder, limit[1] if limit else "")
+        replace_file(script, [re.sub("(?m)^#SBATCH --signal=.*", f"#SBATCH --signal={signal}", text).encode()])
     return f"job {_sbatch(script, [run / LAUNCH_FOLDER for run in runs])}"
 
 
@@ -188,7 +191,9 @@ def newest_job(folder: Path) -> Submission | None:
     launch = folder / LAUNCH_FOLDER
     known = [_noted(launch / name) for name in (SUBMITTED, JOB_FILE) if (launch / name).exists()]
     newest = max(known, key=lambda submission: submission.time, default=None)
-    if newest and known[0].job.startswith(f"{newest.job}_"):  # earlier versions noted an array's last member like this
+    # The submitted one knows its output better, for scontrol expands a % in a folder's name too. Earlier versions noted
+    # an array's last member by the id of all.
+    if newest and f"{known[0].job}_".startswith(f"{newest.job}_"):
         return known[0]
     return newest
 
@@ -213,12 +218,23 @@ def release_command(job: Submission, found: Mapping[str, str], folder: Path) -> 
     return f"mesatron launch resume {folder}" if by_slurm else f"scontrol release {job.job}"
 
 
-def stop_lead_seconds(config: Config, folder: Path) -> int:
-    """How long before its end a job should be told: `launch.lead_seconds`, or several steps and saves as measured."""
-    if config.launch.lead_seconds:
-        return config.launch.lead_seconds
+def stop_lead_seconds(config: Config, folder: Path, time: str = "") -> int:
+    """How long before its end a job should be told: `launch.lead_seconds`, or several steps and saves as measured.
+
+    Of the latter at most half of `time`, its limit as sbatch takes it: a job that is told as it starts trains nothing.
+    Raises ConfigError when `launch.lead_seconds` is no shorter than the limit.
+    """
+    lead, limit = config.launch.lead_seconds, _limit_seconds(time)
+    if lead:
+        if lead >= limit:
+            raise ConfigError(
+                f"launch.lead_seconds is {lead}, so a job with --time={time} would be told to end as it starts; give "
+                "it more time, or a shorter lead."
+            )
+        return lead
     measured = History(folder).slowest_step_and_saves_seconds(config.tokens_per_step)
-    return FIRST_LEAD_SECONDS if measured is None else max(LEAST_LEAD_SECONDS, round(LEAD_FACTOR * measured))
+    lead = FIRST_LEAD_SECONDS if measured is None else max(LEAST_LEAD_SECONDS, round(LEAD_FACTOR * measured))
+    return int(min(lead, limit / 2))
 
 
 def _launch_folder(config: Config) -> Path:
@@ -233,13 +249,52 @@ def _job(config: Config, request: Request) -> dict[Path, str]:
     if saved:  # what the training would refuse after its time in the queue
         compare_with(saved[-1], config, request.allow_changes)
     launch = _launch_folder(config)
-    own = {"job-name": config.name, "output": f"{launch}/slurm-%j.out"}
+    own = {"job-name": config.name, "output": _output(launch, "slurm-%j.out")}
     script = _script(config, request, own, f"set -- {shlex.quote(str(launch / CONFIG))}")
     return {launch / CONFIG: dump_config(config), launch / SCRIPT: script}
 
 
-def _signal(config: Config, folder: Path) -> str:
-    return f"B:{config.launch.stop_signal}@{stop_lead_seconds(config, folder)}"
+def _output(launch: Path, name: str) -> str:
+    """sbatch's pattern for a file in a launch folder, `name` with its codes.
+
+    Raises ConfigError for a folder that sbatch has no pattern for, or from which Python would not take the code.
+    """
+    if found := re.search(r"[\\:]", str(launch)):
+        raise ConfigError(
+            f"{launch} has a {found[0]} in its name, with which Slurm or Python would look elsewhere; choose another "
+            "runs_folder."
+        )
+    return f"{launch}/".replace("%", "%%") + name
+
+
+def _directive(name: str, value: str) -> str:
+    """An option's line in a batch script, in quotes where sbatch would end its value early, or all further options.
+
+    Raises ConfigError for a value that has no place in a line.
+    """
+    if not value.isprintable():
+        raise ConfigError(
+            f"--{name} {value!r} has a character that cannot be printed; leave it out, or rename the folder."
+        )
+    if re.search(r"[\s#'\"\\]", value):
+        value = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+    return f"#SBATCH --{name}={value}\n"
+
+
+def _limit_seconds(time: str) -> float:
+    """Of a time limit as sbatch takes it, such as 90 (minutes), 1:30:00 or 1-12; infinite for none, or if it is odd."""
+    days, _, clock = time.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdecimal() for part in (*parts, days or "0")) or len(parts) > 3:
+        return math.inf
+    if not days:  # minutes, minutes:seconds, or hours:minutes:seconds
+        parts = parts if len(parts) == 3 else ["0", *parts]
+    hours, minutes, seconds = map(int, [*parts, "0", "0"][:3])
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or math.inf
+
+
+def _signal(config: Config, folder: Path, time: str) -> str:
+    return f"B:{config.launch.stop_signal}@{stop_lead_seconds(config, folder, time)}"
 
 
 def _script(config: Config, request: Request, options: Mapping[str, str], arguments: str) -> str:
@@ -248,12 +303,13 @@ def _script(config: Config, request: Request, options: Mapping[str, str], argume
     `arguments` are shell lines that set the script's first argument to the config in a launch folder.
     """
     text = resources.files("mesatron.cluster").joinpath(SCRIPT).read_text()
-    whole = {**request.options, **options, "chdir": os.getcwd(), "signal": _signal(config, config.run_folder)}
+    signal = _signal(config, config.run_folder, request.options.get("time", ""))
+    whole = {**request.options, **options, "chdir": os.getcwd(), "signal": signal}
     head, separator, body = text.rpartition("#SBATCH ")
     last, _, body = body.partition("\n")
     head += separator + last + "\n"
     for name, value in whole.items():
-        line = f"#SBATCH --{name}={value}\n"
+        line = _directive(name, value)
         head, found = re.subn(rf"(?m)^#SBATCH --{re.escape(name)}=.*\n", lambda _, line=line: line, head)  # type: ignore[misc]
         head += "" if found else line
     container = shlex.join(f"--{name}={value}" for name, value in request.container.items())

@@ -34,11 +34,11 @@ def agreed(votes: list[float]) -> type[MesatronError] | None:
 
 
 def read_request(run_folder: Path) -> dict[str, Any] | None:
-    """The request, if there is one; what a shell has written only in part is read at the next step."""
+    """The request, if there is one; what is malformed is none, such as what a shell has written only in part."""
     # Opened, not looked for: network file systems remember for a while that a file is not there.
     with suppress(FileNotFoundError, ValueError):
         request = json.loads((run_folder / REQUEST_FILE).read_text())
-        if isinstance(request, dict):
+        if isinstance(request, dict) and isinstance(request.get("attempt_at_most"), int | None):
             return {"reason": "a stop request", "code": StoppedEarly.exit_code, "attempt_at_most": None} | request
     return None
 

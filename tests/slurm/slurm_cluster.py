@@ -151,7 +151,7 @@ class Cluster:
         self._boot_host(CONTROLLER)
         munge = {"socket": "socket", "key-file": "key", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         self.on(CONTROLLER, "munged", "--force", *(f"--{key}={self.folder}/munge.{end}" for key, end in munge.items()))
-        self.on(CONTROLLER, "slurmctld", "-f", str(self.folder / "slurm.conf"))
+        self.start_controller()
         for node in self.nodes:
             self.boot(node)
         self.wait_for(lambda: self.idle() == self.nodes, 30, "all nodes to be idle")
@@ -193,6 +193,15 @@ class Cluster:
     def kill_slurmd(self, node: str) -> None:
         """End the daemon; steps that run go on."""
         self.on(node, "kill", "-KILL", (self.folder / f"slurmd-{node}.pid").read_text().strip())
+
+    def start_controller(self) -> None:
+        self.on(CONTROLLER, "slurmctld", "-f", str(self.folder / "slurm.conf"))
+
+    def stop_controller(self) -> None:
+        """End it, once it has saved its state; jobs go on."""
+        pid = (self.folder / "slurmctld.pid").read_text().strip()
+        self.on(CONTROLLER, "kill", pid)
+        self.on(CONTROLLER, "bash", "-c", f"while kill -0 {pid}; do sleep 0.1; done")
 
     def crash(self, node: str) -> None:
         """Power off at once; nobody is told."""

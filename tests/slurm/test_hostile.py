@@ -52,6 +52,55 @@ def test_a_job_of_the_wrong_shape_ends_at_once(
     assert not run.folder.exists()
 
 
+ENDS_WHEN_TOLD = """#!/bin/bash
+trap '' TERM  # as train.sbatch does at its end
+if [ -n "$SLURM_RESTART_COUNT" ]; then sleep 600; fi
+python3 -m mesatron launch begin "$1" >"$2/begun" || exit
+until [ -e "$2/end" ]; do sleep 0.1; done
+exec python3 -m mesatron launch settle "$1"
+"""
+
+
+def submit_what_ends_when_told(run: Training, folder: Path, option: str) -> None:
+    script = folder / "ends.sh"
+    script.write_text(ENDS_WHEN_TOLD)
+    options = [option, f"--output={run.output}", "--open-mode=append"]
+    run.job = run.cluster.submit(*options, str(script), str(run.config), str(folder), env=environment(run.temporary))
+
+
+def test_a_job_that_slurm_refuses_to_queue_again_says_so(training: Make, tmp_path: Path) -> None:
+    run = training()
+    (tmp_path / "end").touch()
+    submit_what_ends_when_told(run, tmp_path, "--no-requeue")
+    assert run.cluster.wait_for_state(run.job)["ExitCode"] == "1:0", run.text()
+    assert run.decisions() == [
+        "requeue (it failed or was killed)",
+        f"no requeue after all: Slurm refuses `scontrol requeue {run.job}`: "
+        f"Requested operation is presently disabled for job {run.job}",
+    ]
+
+
+@pytest.mark.long
+def test_a_controller_that_is_restarted_as_a_job_ends(alone: Make, tmp_path: Path) -> None:
+    """The job asks until it is there again; a request whose answer was lost does not end the next start."""
+    run = alone(MessageTimeout="2")
+    cluster, begun = run.cluster, tmp_path / "begun"
+    submit_what_ends_when_told(run, tmp_path, "--requeue")
+    cluster.wait_for(lambda: begun.exists() and "endpoint=" in begun.read_text(), 30, "the job to begin")
+    cluster.stop_controller()
+    (tmp_path / "end").touch()
+    try:
+        cluster.wait_for(lambda: "Slurm fails at" in run.text(), 30, "the job to find nobody")
+    finally:
+        cluster.start_controller()
+    cluster.wait_for(lambda: cluster.job(run.job).get("Restarts") == "1", 60, f"a second start: {run.text()}")
+    assert run.decisions() == ["requeue (it failed or was killed)"]
+    cluster.wait_for_state(run.job, "RUNNING", seconds=60)
+    again = f"from mesatron.cluster.scheduler import requeue; requeue({run.job!r}, '0')"
+    cluster.on("n1", sys.executable, "-c", again, env=environment(run.temporary))
+    assert (cluster.job(run.job)["JobState"], cluster.job(run.job)["Restarts"]) == ("RUNNING", "1")
+
+
 @pytest.mark.long
 def test_names_that_mislead_and_a_port_in_use_by_two_jobs_at_once(
     training: Make, untouched: Training, cluster: Cluster

@@ -21,8 +21,8 @@ def note(run: Training, file: str, **values: Any) -> None:
 
 
 def test_stopped_and_resumed(training: Make, untouched: Training) -> None:
-    """The job needs no more than its run folder: it runs the copy of the code that lies there."""
-    run = training()
+    """The job needs no more than its run folder, whatever that is called: it runs the copy of the code there."""
+    run = training('a run\'s #1, "100%j"')
     run.launch("--gres=gpu:1", "--time=10", "--sbatch=comment=test")
     assert run.cluster.job(run.job)["TimeLimit"] == "00:10:00"
     again = run.verb("launch", "slurm", str(run.config), "--nodes=2", check=False)

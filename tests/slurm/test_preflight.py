@@ -1,12 +1,17 @@
 """Preflight on a real cluster: the node that is unfit is named, and the run goes on without it."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from slurm_training import Training
 
+from mesatron.cluster import preflight
 from mesatron.cluster.preflight import Findings, judge
-from mesatron.errors import ConfigError, StorageError
+from mesatron.cluster.words import FOLDER
+from mesatron.config import load_config
+from mesatron.errors import ConfigError, StorageError, UnfitError
 
 Make = Callable[..., Training]
 
@@ -28,6 +33,22 @@ def test_an_unfit_node_is_left_out(training: Make, untouched: Training) -> None:
     assert cluster.job(run.job)["NodeList"] == "n[1,3]"
     assert run.text().count("preflight  2 nodes are fit: 2 processes, all-reduce of 16 MiB at ") == 1
     run.check_equals(untouched)
+
+
+@pytest.mark.long
+def test_an_unfit_node_is_left_out_of_a_job_of_one(training: Make) -> None:
+    run = training("run", **{"launch.preflight_seconds": 60})
+    run.cluster.on("n1", "mount", "-o", "remount,size=1m", "/dev/shm")
+    try:
+        run.submit("--nodes=1")
+        run.finish()
+    finally:
+        run.cluster.on("n1", "mount", "-o", "remount,size=1g", "/dev/shm")
+    assert run.decisions() == [
+        "node n1 is unfit: /dev/shm has 1 MiB free, fewer than 64",
+        "requeue (a node is unfit) without n1",
+    ]
+    assert run.cluster.job(run.job)["NodeList"] == "n2"
 
 
 @pytest.mark.long
@@ -60,8 +81,26 @@ def test_what_only_some_nodes_have_is_theirs() -> None:
 
 
 def test_what_all_nodes_have_is_no_nodes_fault() -> None:
-    with pytest.raises(ConfigError, match="No node is fit for the run: no data"):
+    with pytest.raises(ConfigError, match="No node is fit for the run: on n1, no data"):
         judge([node("n1", "no data"), node("n2", "no data")])
-    late = Findings("n2", ["no answer"], storage_failed=True)
-    with pytest.raises(StorageError, match="No node is fit for the run: no answer"):
+    late = Findings("n2", ["no answer"], is_shared=True, storage_failed=True)
+    with pytest.raises(StorageError, match="No node is fit for the run: on n2, no answer"):
         judge([late])
+
+
+def test_a_node_that_is_alone_is_unfit_by_what_is_its_own(
+    tmp_path: Path, tiny_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here no /dev/shm and no disk is large enough."""
+    config = load_config(tiny_config(tmp_path))
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setattr(preflight, "LEAST_SHARED_MEMORY", 1 << 60)
+    with pytest.raises(UnfitError, match=r"^Node n1 is unfit: /dev/shm has"):
+        preflight.run(config, 60)
+    unfit = json.loads((tmp_path / "unfit.json").read_text())
+    assert list(unfit) == ["n1"]
+    assert unfit["n1"].startswith("/dev/shm has")
+    monkeypatch.setattr(preflight, "CHECKPOINT_BYTES", 1 << 60)
+    with pytest.raises(ConfigError, match=r"^No node is fit for the run: on n1, /dev/shm .*; .*two checkpoints take"):
+        preflight.run(config, 60)

@@ -8,6 +8,7 @@ import pytest
 from mesatron.cluster.history import History
 from mesatron.cluster.submission import stop_lead_seconds
 from mesatron.config import load_config
+from mesatron.errors import ConfigError
 from mesatron.monitor.attempts import Attempt
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
@@ -57,3 +58,24 @@ def test_the_lead_covers_measured_steps_and_saves(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert stop_lead_seconds(config, tmp_path) == pytest.approx(3 * (10 + 2 * 90), abs=1)
     assert stop_lead_seconds(load_config(QUICKSTART, ["launch.lead_seconds=77"]), tmp_path) == 77
+
+
+@pytest.mark.parametrize(
+    ("time", "lead"),
+    [
+        *[("8", 240), ("7:30", 225), ("0:08:00", 240), ("0-0:8", 240), ("0-0:08:10", 245), ("0-1", 300), ("1-0", 300)],
+        *[("60", 300), ("0", 300), ("UNLIMITED", 300), ("1:2:3:4", 300), ("", 300)],
+    ],
+)
+def test_the_lead_leaves_half_of_the_time_limit(time: str, lead: int, tmp_path: Path) -> None:
+    """Else every start would be told to end at once; --time has the forms that sbatch documents."""
+    assert stop_lead_seconds(load_config(QUICKSTART), tmp_path, time) == lead
+
+
+def test_a_lead_as_long_as_the_time_limit_is_refused(tmp_path: Path) -> None:
+    config = load_config(QUICKSTART, ["launch.lead_seconds=480"])
+    assert stop_lead_seconds(config, tmp_path, "9") == 480
+    with pytest.raises(
+        ConfigError, match="lead_seconds is 480, so a job with --time=8 would be told to end as it starts"
+    ):
+        stop_lead_seconds(config, tmp_path, "8")

@@ -32,6 +32,27 @@ def test_a_process_for_each_gpu_or_one(
     assert Request({"nodes": "1"} | options, {}).processes_per_node(config) == processes
 
 
+def test_values_that_sbatch_would_cut_short_are_quoted(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
+    """A # there would silently drop every option that follows."""
+    file = tiny_config(tmp_path / 'it\'s #1 "%j"')
+    planned = plan(file, [], [], Request({"nodes": "1", "comment": "a \\ b"}, {}))
+    lines = planned.files[planned.script].splitlines()
+    assert f'#SBATCH --output="{tmp_path}/it\'s #1 \\"%%j\\"/runs/tiny/launch/slurm-%j.out"' in lines
+    assert '#SBATCH --comment="a \\\\ b"' in lines
+    assert "#SBATCH --job-name=tiny" in lines
+
+
+@pytest.mark.parametrize("name", ["a:b", "a\\b"])
+def test_folders_that_slurm_or_python_would_misread_are_refused(
+    name: str, tmp_path: Path, tiny_config: Callable[..., Path]
+) -> None:
+    file, request = tiny_config(tmp_path), Request({"nodes": "1"}, {})
+    with pytest.raises(ConfigError, match=r"has a [:\\] in its name, .*; choose another runs_folder"):
+        plan(file, [f"runs_folder={tmp_path / name}"], [], request)
+    with pytest.raises(ConfigError, match=r"--comment 'a\\nb' has a character that cannot be printed"):
+        plan(file, [], [], replace(request, options={"nodes": "1", "comment": "a\nb"}))
+
+
 def test_what_the_training_would_refuse_is_not_submitted(trained_run: Path) -> None:
     file, request = trained_run / "config.yaml", Request({"nodes": "1"}, {})
     changed = ["train.peak_lr=1e-4"]
@@ -71,3 +92,5 @@ def test_an_earlier_version_noted_the_last_of_an_array_by_the_id_of_all(tmp_path
     assert newest_job(tmp_path) == Submission("35_2", 100, "/a", "/a/35_2.out")
     (launch / "job.json").write_text('{"job": "40", "time": 200, "command": "/a", "output": "/a/40.out"}')
     assert newest_job(tmp_path) == Submission("40", 200, "/a", "/a/40.out")
+    (launch / "submitted.json").write_text('{"job": "40", "time": 190, "command": "/a", "output": "/100%j/40.out"}')
+    assert newest_job(tmp_path) == Submission("40", 190, "/a", "/100%j/40.out")

@@ -55,10 +55,15 @@ def test_a_signal_at_any_moment_loses_nothing(
 def test_requests_in_the_run_folder(
     tmp_path: Path, odd_config: Callable, short_data: Path, train: Callable, world: Callable, run_of: Callable
 ) -> None:
-    """One that a running attempt finds, one that waits for the next attempt, and one to an attempt that is over."""
+    """One that a running attempt finds, one that waits for the next attempt, and one to an attempt that is over.
+
+    A malformed one lies there before.
+    """
     config = odd_config(tmp_path, short_data)
     run = run_of(config)
     request = run.path / "stop-request.json"
+    run.path.mkdir(parents=True)
+    request.write_text(json.dumps({"reason": "by hand", "attempt_at_most": "3"}))
     outcome = world(2, SABOTAGE, "request=3", "train", config)
     assert outcome.exit_code == 75, outcome.errors
     assert outcome.error_lines == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -164,6 +165,7 @@ def _requeue(history: History, job: str, why: str, excluded: Sequence[str]) -> b
     Decided before Slurm is asked, for it may end this process as it answers, and a requeue that is not logged would not
     be counted; taken back where it refuses.
     """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm may send it at once, and goes on for KillWait
     history.decide(f"requeue{why}")
     try:
         scheduler.patiently(scheduler.requeue, job, _restarts())

@@ -4,6 +4,7 @@ Compared are all weights and moments of the last step (bit for bit) and the poin
 process, shared memory or temporary file may be left on any node.
 """
 
+import json
 import re
 import shutil
 import signal
@@ -193,6 +194,21 @@ def test_a_node_that_fails_twice_is_left_out(training: Make, untouched: Training
     assert run.cluster.job(run.job)["ExcNodeList"] == "n2"
     assert run.decisions()[-1] == "requeue (it failed or was killed) without n2"
     assert run.cluster.job(run.job)["NodeList"] == "n[1,3]"
+
+
+@pytest.mark.long
+def test_a_node_that_failed_twice_is_given_again(training: Make, untouched: Training) -> None:
+    """The job leaves it as it begins, and has told Slurm so before the TERM that follows ends it."""
+    run = training()
+    run.folder.mkdir(parents=True)
+    failed = {"event": "decision", "attempt": None, "time": 1.0, "step": 0, "what": "node n1 failed"}
+    (run.folder / "attempts.jsonl").write_text(json.dumps(failed | {"failed_node": "n1", "failures": 2}) + "\n")
+    run.submit()
+    run.finish()
+    run.check_equals(untouched)
+    assert run.decisions()[1:] == ["requeue: n1 failed 2 times and is excluded"]
+    assert f"Job {run.job} was given n1 again, and is queued again without." in run.text()
+    assert run.cluster.job(run.job)["NodeList"] == "n[2-3]"
 
 
 @pytest.mark.long

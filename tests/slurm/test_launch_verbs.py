@@ -348,6 +348,16 @@ def test_what_slurm_refuses_leaves_no_trace(training: Make) -> None:
     assert not (run.folder / "launch/replaced-code").exists()
 
 
+def test_the_signal_leaves_half_of_the_time_limit_also_when_resumed(training: Make) -> None:
+    run = training()
+    run.launch("--time=4", "--sbatch=begin=now+1hour")
+    script = run.folder / "launch/train.sbatch"
+    assert "\n#SBATCH --signal=B:USR1@120\n" in script.read_text()
+    run.verb("launch", "stop", str(run.folder))
+    run.verb("launch", "resume", str(run.folder))
+    assert "\n#SBATCH --signal=B:USR1@120\n" in script.read_text()
+
+
 def test_what_cannot_fit_is_refused_before_it_is_submitted(training: Make) -> None:
     run = training()
     for options, message in {

@@ -22,6 +22,8 @@ def test_an_array_gets_its_signal_as_early_as_any_run_needs_it(
     plan = plan_array(configs, tmp_path / "out", "array", Request({"nodes": "1"}, {}))
     assert "#SBATCH --signal=B:USR1@300\n" in plan.files[plan.script]
     assert "#SBATCH --signal=B:USR1@77\n" in plan.files[tmp_path / "runs/short/launch/train.sbatch"]
+    plan = plan_array([load_config(file)], tmp_path / "out", "array", Request({"nodes": "1", "time": "8"}, {}))
+    assert "#SBATCH --signal=B:USR1@240\n" in plan.files[plan.script]
 
 
 @pytest.mark.parametrize(("options", "processes"), [({}, 1), ({"gpus-per-node": "h100:4"}, 4), ({"gres": "gpu:0"}, 1)])

@@ -1,5 +1,6 @@
 """What several parts share: a small prepared data set of real text, configs for it, and one run trained on it."""
 
+import multiprocessing.util
 import os
 import signal
 import subprocess
@@ -41,6 +42,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         group = SLURM if item.path.parent.name == SLURM else str(item.path.relative_to(item.config.rootpath))
         item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: item.path.parent.name != SLURM)
+
+
+def pytest_sessionfinish() -> None:
+    """Workers end without what Python does at an exit, and would leave the folder of a fork server's socket."""
+    multiprocessing.util._run_finalizers()
 
 
 @pytest.fixture(scope="session")

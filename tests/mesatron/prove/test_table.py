@@ -148,7 +148,8 @@ def test_a_world_ends_with_who_runs_it(prover: Prover, tmp_path: Path) -> None:
         "run_world(context, 1, sys.argv[1:], folder, 60)"
     )
     arguments = ["train", str(prover.config), "name=orphan", *ENDLESS, str(tmp_path)]
-    parent = subprocess.Popen([sys.executable, "-c", script, *arguments], start_new_session=True)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}  # where a killed fork server leaves its socket
+    parent = subprocess.Popen([sys.executable, "-c", script, *arguments], start_new_session=True, env=environment)
     try:
         while not (tmp_path / "rank-0.log").exists():
             assert parent.poll() is None

@@ -135,11 +135,15 @@ def is_given_up(run_folder: Path, step: int, attempt: str) -> bool:
 
     The figures after that are gone, and a spike that was undone would come back.
     """
-    number = int(attempt.rpartition("-")[2])
     starts = [record for record in read_attempts(run_folder / "attempts.jsonl") if record["event"] == "start"]
     origins = [(start["attempt"], start["resumed_from"] or 0) for start in starts]
-    origins += [(rewind.attempt, rewind.to_step) for rewind in Skipped.read(run_folder).rewinds]
-    return any(later > number and origin < step for later, origin in origins)
+    origins += [(_number(rewind.attempt), rewind.to_step) for rewind in Skipped.read(run_folder).rewinds]
+    return any(number > _number(attempt) and origin < step for number, origin in origins)
+
+
+def _number(attempt: str) -> int:
+    """Of attempt-0012, 12; 0 where it was not noted."""
+    return int(attempt.rpartition("-")[2] or 0)
 
 
 def _fits(path: Path, config: Config, world: World) -> bool:

@@ -167,8 +167,7 @@ class Run:
         else:
             (checkpoints / LATEST).unlink(missing_ok=True)
         spike.to_step = latest.step if latest else 0
-        assert self.attempt
-        spike.attempt = self.attempt.number
+        spike.attempt = attempt
         skipped.add(self.folder, spike)
         decision = (
             f"{what}: going back to step {spike.to_step} (rewind {len(skipped.rewinds)} of at most "

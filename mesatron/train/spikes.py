@@ -72,7 +72,7 @@ class Rewind:
     to_step: int
     batches: list[int]
     sample_ids: list[int]
-    attempt: int = 0
+    attempt: str = ""
     """The one that went back; earlier versions did not note it."""
 
 

@@ -153,7 +153,7 @@ def test_a_step_is_given_up_by_a_later_start_or_rewind(
     for resumed_from in (None, start):
         Attempt(tmp_path / "attempts.jsonl", resumed_from)
     if rewind:
-        Skipped.read(tmp_path).add(tmp_path, Rewind(rewind + 1, 8, rewind, [], [], attempt=2))
+        Skipped.read(tmp_path).add(tmp_path, Rewind(rewind + 1, 8, rewind, [], [], "attempt-0002"))
     assert is_given_up(tmp_path, 6, "attempt-0001") == expected
     assert not is_given_up(tmp_path, 6, "attempt-0002")
 

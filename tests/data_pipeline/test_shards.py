@@ -274,7 +274,7 @@ def stopped_at(
     ]  # fmt: skip
     with subprocess.Popen(
         [sys.executable, "-c", PREPARE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        start_new_session=True,
+        start_new_session=True, env=os.environ | {"TMPDIR": str(tmp_path.parent)},  # for its fork server's socket
     ) as run:  # fmt: skip
         assert run.stdout is not None
         yield run.stdout.readline().strip()

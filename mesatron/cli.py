@@ -77,7 +77,8 @@ def _report_usage(error: Any) -> None:
     if "\n" in message:
         typer.echo(message, err=True)
     else:
-        report(ConfigError(f"{message.rstrip('.')} (see '{error.ctx.command_path} --help')."))
+        verb = error.ctx.command_path if error.ctx else "mesatron"  # the parser of options does not know it
+        report(ConfigError(f"{message.rstrip('.')} (see '{verb} --help')."))
 
 
 def _leave(code: int) -> None:

@@ -153,6 +153,8 @@ def test_another_tokenizer_of_the_same_size_is_noticed(tmp_path: Path, places: d
         ("generate {run} --prompt a --temperature nan", "Invalid value for '--temperature': "),
         ("summary", "Missing argument 'RUN' (see 'mesatron summary --help')."),
         ("summary {run} --no", "No such option: --no (see 'mesatron summary --help')."),
+        ("train {run} --processes", "Option '--processes' requires an argument (see 'mesatron --help')."),
+        ("prove {run} --core=1", "Option '--core' does not take a value (see 'mesatron --help')."),
     ],
 )
 def test_wrong_usage_is_said_in_one_line(places: dict, command: str, expected: str) -> None:

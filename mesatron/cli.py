@@ -310,6 +310,8 @@ def checkpoint_list(run_folder: RunFolder) -> None:
 
     folder = run_folder / "checkpoints"
     if not folder.is_dir():
+        if (run_folder / "attempts.jsonl").exists():
+            raise ConfigError(f"{run_folder} has no checkpoints yet; train on.")
         raise ConfigError(f"{run_folder} is no run folder: it has no checkpoints; check the path.")
     for info in list_checkpoints(folder):
         typer.echo(f"{info.path}  {info.status}{f' ({info.reason})' if info.reason else ''}")

@@ -63,15 +63,17 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., 
     folder = tmp_path_factory.mktemp("places")
     config = tiny_config(folder / "here")
     (folder / "empty").mkdir()
+    (folder / "unsaved").mkdir()
+    (folder / "unsaved/attempts.jsonl").touch()
     (folder / "broken.yaml").write_text("train: {steps: 1")
     (folder / "failing").mkdir()
     for name in ("manifest.json", "config.yaml"):
         (folder / "failing" / name).symlink_to("/proc/self/mem")  # to read its beginning is an input/output error
     resolved = load_config(config)
     return {
-        "config": config, "run": trained_run, "empty": folder / "empty", "nowhere": folder / "nowhere",
-        "broken": folder / "broken.yaml", "failing": folder / "failing", "shards": resolved.data.folder,
-        "model": resolved.tokenizer.path,
+        "config": config, "run": trained_run, "empty": folder / "empty", "unsaved": folder / "unsaved",
+        "nowhere": folder / "nowhere", "broken": folder / "broken.yaml", "failing": folder / "failing",
+        "shards": resolved.data.folder, "model": resolved.tokenizer.path,
     }  # fmt: skip
 
 
@@ -111,6 +113,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., 
         ("summary {nowhere}", 2, "{nowhere} is no run folder"),
         ("summary {config}", 2, "{config} is no run folder"),
         ("checkpoint list {empty}", 2, "{empty} is no run folder"),
+        ("checkpoint list {unsaved}", 2, "{unsaved} has no checkpoints yet"),
         ("checkpoint verify {empty}", 4, "{empty} is no complete checkpoint"),
         ("checkpoint verify {failing}", 11, "Cannot use {failing}/manifest.json: Input/output error; start the same"),
         ("checkpoint verify {nowhere}", 4, "{nowhere} is no complete checkpoint"),

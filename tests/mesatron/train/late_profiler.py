@@ -21,7 +21,7 @@ start = profile.start
 
 def start_late(trace: profile) -> None:
     start(trace)
-    time.sleep(2.0 * world.rank)
+    time.sleep(4.0 * world.rank)
 
 
 profile.start = start_late  # type: ignore[method-assign]

@@ -34,11 +34,11 @@ def test_a_step_is_traced_in_every_process(
 
 
 def test_a_profiler_that_starts_late_is_no_communication(tmp_path: Path, world: Callable) -> None:
-    """Its start takes the second process two seconds longer than the first, the step of both next to nothing."""
+    """Its start takes the second process four seconds longer than the first, the step of both next to nothing."""
     outcome = world(2, Path(__file__).with_name("late_profiler.py"), tmp_path)
     assert outcome.exit_code == 0, outcome.errors
     figures = json.loads(outcome.output)
-    assert figures["profile/seconds"] < 1
+    assert figures["profile/seconds"] < 2
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

@@ -25,8 +25,8 @@ from mesatron.processes import end_with_parent
 PRELOAD = ["mesatron.train.loop", "mesatron.cli", "mesatron.parallel.megatron", "mesatron.parallel.pipeline"]
 KEPT_LINES = 100
 """Of the log of a process of a world that failed: the whole stack of its main thread, which comes last."""
-STACK_SECONDS = 2.0
-"""In which a process that did not end in time writes its stacks."""
+STACK_SECONDS = 10.0
+"""In which a process that did not end in time writes its stacks: milliseconds, unless the machine is very busy."""
 
 
 class WorldFailed(MesatronError):

@@ -121,7 +121,8 @@ def test_the_table_goes_on_after_a_layout_that_fails(prover: Prover) -> None:
     assert " FAILED: Process " in shown[1]
     assert shown[2].endswith("  equal")
     assert [f"process {rank} in {failing.name}" in log for rank, log in enumerate(logs)] == [True, True]
-    assert "12 = " in logs[0]
+    # The first to fail says why; the other may have been cut short before it came so far.
+    assert any("12 = " in log for log in logs)
 
 
 def test_a_world_that_fails_gives_its_last_words(prover: Prover, tmp_path: Path) -> None:

@@ -23,10 +23,11 @@ from mesatron.errors import REPORTED, CheckpointError, ConfigError, VariantError
 from mesatron.files import replace_file
 from mesatron.synthetic.verbs import mad
 from mesatron.terminal import ConfigFile, Overrides, Overwrite, RowSeconds, RunFolder, RunOrCheckpoint, table
+from mesatron.versions import installed_version
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
-    help="Train MesaNet language models, from raw text to perplexity.",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 config_app = typer.Typer(no_args_is_help=True, help="Look at config files.")
 checkpoint_app = typer.Typer(no_args_is_help=True, help="Look at checkpoints.")
@@ -38,6 +39,7 @@ for name, group in {
 }.items():  # fmt: skip
     app.add_typer(group, name=name)
 evaluate_app.command("mad")(mad)
+
 
 INTERRUPTED = 130
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # type: ignore[assignment]
@@ -87,6 +89,19 @@ def _leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"mesatron {installed_version('mesatron') or '(not installed)'}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show it.")] = False,
+) -> None:
+    """Train MesaNet language models, from raw text to perplexity."""
 
 
 @app.command()

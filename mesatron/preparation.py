@@ -17,10 +17,12 @@ from mesatron.errors import ConfigError
 
 
 def task_numbers(value: str) -> tuple[int, int]:
-    """K and N of an option K/N. Raises ConfigError for anything else."""
+    """K and N of an option K/N, K below N. Raises ConfigError for anything else."""
     number, slash, tasks = value.partition("/")
     if not (slash and number.isdecimal() and tasks.isdecimal()):
         raise ConfigError(f"--task {value} is not of the form K/N; give for example 0/16.")
+    if int(number) >= int(tasks):
+        raise ConfigError(f"--task {value}: there is no such task; N tasks count from 0 to N - 1.")
     return int(number), int(tasks)
 
 

@@ -44,7 +44,7 @@ class Job:
     time: float = 0.0
     """Unix seconds; earlier versions did not note it, nor what follows."""
     command: str = ""
-    """As `scheduler.origin` has it, and the next."""
+    """The job's script with its arguments, and the file that has its output; empty where Slurm did not say."""
     output: str = ""
 
     @property
@@ -70,7 +70,8 @@ def begin(config: Config) -> dict[str, str]:
     launch.mkdir(parents=True, exist_ok=True)
     history = History(folder)
     previous = last_job(folder)
-    if scheduler.restarts(job) > _restarts():
+    found = scheduler.known_fields(job)
+    if int(found.get("Restarts", "0")) > _restarts():
         raise FencedError(f"Job {job} has been started again since, so this start of it ends.")
     if previous:
         if previous.job != job:
@@ -91,8 +92,8 @@ def begin(config: Config) -> dict[str, str]:
         )
     words = launch / f"{WORDS}{_identity()}"
     words.mkdir(exist_ok=True)
-    command, output = scheduler.origin(job)
-    note = Job(job, nodes, processes, history.newest_attempt + 1, str(words), time.time(), command, output)
+    submitted = found.get("Command", ""), found.get("StdOut", "")
+    note = Job(job, nodes, processes, history.newest_attempt + 1, str(words), time.time(), *submitted)
     replace_file(launch / JOB_FILE, [json.dumps(note.__dict__).encode()])
     threads = max(1, int(os.environ.get("SLURM_CPUS_ON_NODE", "1")) // processes)
     return {

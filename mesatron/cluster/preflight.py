@@ -32,6 +32,7 @@ from mesatron.errors import REPORTED, ConfigError, MesatronError, PeerLostError,
 from mesatron.files import replace_file
 from mesatron.kernel_choice import choose_kernels
 from mesatron.parallel import distributed
+from mesatron.versions import installed_version
 
 LEAST_SHARED_MEMORY = 64 << 20  # bytes; what the collectives of a node need at most
 LEAST_FREE_GPU_MEMORY = 0.9
@@ -92,7 +93,7 @@ def examine(config: Config) -> Findings:
 
     def versions() -> None:
         found.facts["torch"] = torch.__version__
-        found.facts["triton"] = _version_of("triton")
+        found.facts["triton"] = installed_version("triton") or "none"
         driver = Path("/proc/driver/nvidia/version")
         if driver.exists():
             found.facts["driver"] = driver.read_text().partition("\n")[0]
@@ -262,12 +263,3 @@ def _tell(unfit: dict[str, str]) -> None:
     folder = os.environ.get(FOLDER)
     if folder and dist.get_rank() == 0:
         replace_file(Path(folder) / UNFIT_FILE, [json.dumps(unfit).encode()])
-
-
-def _version_of(package: str) -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"

@@ -102,24 +102,16 @@ def is_member(job: str, array: str) -> bool:
     return found.get("ArrayJobId") == array
 
 
-def origin(job: str) -> tuple[str, str]:
-    """A job's script with its arguments, and the file that has its output; empty where Slurm does not answer."""
-    found: dict[str, str] = {}
-    with suppress(ConfigError):  # a controller may be too busy, which is no reason to end a job
-        found = fields("job", job)
-    return found.get("Command", ""), found.get("StdOut", "")
-
-
-def restarts(job: str) -> int:
-    """How often Slurm has started the job again; 0 where it does not answer."""
+def known_fields(job: str) -> dict[str, str]:
+    """The fields of a job; nothing, too, where Slurm does not answer, which is no reason to end the job."""
     found: dict[str, str] = {}
     with suppress(ConfigError):
         found = fields("job", job)
-    return int(found.get("Restarts", "0"))
+    return found
 
 
 def job_fields(job: str, command: str) -> dict[str, str]:
-    """The fields of the job that was submitted as `command` (`origin`).
+    """The fields of the job that was submitted as `command`: its script with its arguments.
 
     Nothing if Slurm has forgotten it, or has begun to count anew and given its id to another. Where the command is not
     known, which earlier versions did not note, a job whose script is called SCRIPT is taken for it.

@@ -388,7 +388,7 @@ def _sbatch(script: Path, members: Sequence[Path] = ()) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_JOB")}
     job = scheduler.ask("sbatch", "--parsable", str(script), environment=environment).strip().partition(";")[0]
     jobs = {script.parent: job} | {launch: f"{job}_{number}" for number, launch in enumerate(members)}
-    command, _ = scheduler.origin(job)
+    command = scheduler.known_fields(job).get("Command", "")
     for launch, own in jobs.items():
         note = Submission(own, when, command, f"{script.parent}/slurm-{own}.out")
         replace_file(launch / SUBMITTED, [json.dumps(asdict(note)).encode()])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import shlex
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from mesatron.parallel.distributed import World
+from mesatron.versions import installed_version
 
 PACKAGES = ("mesatron", "torch", "triton", "deepspeed", "mosaicml-streaming", "sentencepiece", "numpy", "safetensors")
 
@@ -22,7 +22,7 @@ def describe_environment(world: World) -> dict[str, Any]:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: installed_version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
         "host": platform.node(),
         "platform": platform.platform(),
@@ -32,13 +32,6 @@ def describe_environment(world: World) -> dict[str, Any]:
         "world_size": world.size,
         "device": world.device.type,
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _git_commit() -> str | None:

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,8 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., 
         ("data prepare {config} data.context_length=32", 3, "{shards} was prepared from other input or settings"),
         ("data prepare {config} data.folder={nowhere} data.input_folder={empty}", 3, "No folder {empty}/train"),
         ("data prepare {config} data.folder={nowhere} tokenizer.path={empty}", 3, "Cannot read the tokenizer"),
+        ("data prepare {config} --task 3", 2, "--task 3 is not of the form K/N"),
+        ("data prepare {config} --task 2/2", 2, "--task 2/2: there is no such task; N tasks count from 0 to N - 1"),
         ("data prepare {config} data.folder={nowhere} model.vocabulary_size=600", 3, "{model} has 512 pieces"),
         ("train {config} model.mesa.implementation=triton runs_folder={nowhere}-runs", 2, "needs a GPU"),
         ("train {config} model.implementation=triton runs_folder={nowhere}-runs", 2, "model.implementation is triton"),
@@ -170,6 +173,11 @@ def test_without_a_verb_it_helps(command: str) -> None:
     assert done.returncode == 2
     assert "Usage: " in done.stderr
     assert "Commands:" in done.stderr
+
+
+def test_short_questions_are_answered() -> None:
+    assert output_of("--version") == f"mesatron {metadata.version('mesatron')}\n"
+    assert output_of("launch", "stop", "-h") == output_of("launch", "stop", "--help")
 
 
 def test_a_reader_that_leaves_gets_no_traceback(places: dict) -> None:

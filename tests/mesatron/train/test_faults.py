@@ -88,13 +88,17 @@ def test_a_damaged_checkpoint_is_passed_over(
     assert steps == sorted(set(steps))
 
 
+def last_shard(data: Path, copy: Path) -> tuple[Path, Path]:
+    """A copy of prepared data, and the last shard for training in it."""
+    shutil.copytree(data, copy)
+    return copy, sorted((copy / "train").glob("*.zstd"))[-1]
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_damaged_shard_is_named_before_training(
     processes: int, tmp_path: Path, odd_config: Callable, short_data: Path, train: Callable, run_of: Callable
 ) -> None:
-    data = tmp_path / "shards"
-    shutil.copytree(short_data, data)
-    shard = sorted((data / "train").glob("*.zstd"))[-1]
+    data, shard = last_shard(short_data, tmp_path / "shards")
     flip_byte(shard)
     config = odd_config(tmp_path, data)
     outcome = train(processes, config)
@@ -109,9 +113,7 @@ def test_a_damaged_shard_is_named_before_training(
 def test_storage_that_fails_is_worth_another_start(
     processes: int, tmp_path: Path, odd_config: Callable, short_data: Path, train: Callable, run_of: Callable
 ) -> None:
-    data = tmp_path / "shards"
-    shutil.copytree(short_data, data)
-    shard = sorted((data / "train").glob("*.zstd"))[-1]
+    data, shard = last_shard(short_data, tmp_path / "shards")
     whole = shutil.copy(shard, tmp_path)
     make_unreadable(shard)
     config = odd_config(tmp_path, data)

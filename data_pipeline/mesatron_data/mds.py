@@ -57,12 +57,20 @@ def columns(token_dtype: str, context_length: int) -> dict[str, str]:
 
 
 def write_shard(job: ShardJob) -> WrittenShard | None:
-    """Write a shard unless its note says that it is written; None when no document begins where it would be."""
+    """Write a shard unless its note says that it is written; None when no document begins where it would be.
+
+    A note outlives its shard where the shards have been given the name of the output and the folder of notes was still
+    to be removed, so a local shard is looked for; a store's are, all at once, before the manifest is written.
+    """
     from mesatron_data.mosaic import streaming
 
     note = job.notes / f"{job.number:05}.json"
     if note.exists():
-        return WrittenShard(**json.loads(note.read_bytes()))
+        known = WrittenShard(**json.loads(note.read_bytes()))
+        stored = known.shard["zip_data"]
+        place = Path(job.folder, stored["basename"])
+        if is_remote(job.folder) or (place.exists() and place.stat().st_size == stored["bytes"]):
+            return known
     documents = read_chosen(job.segments)
     if not len(documents.tokens):
         return None
@@ -91,12 +99,12 @@ def write_shard(job: ShardJob) -> WrittenShard | None:
     written = work / shard["zip_data"]["basename"]
     for part in ("raw_data", "zip_data"):
         shard[part]["basename"] = shard[part]["basename"].replace("00000", f"{job.number:05}")
-    place = f"{job.folder}/{shard['zip_data']['basename']}"
+    name = shard["zip_data"]["basename"]
     if is_remote(job.folder):
-        upload(written, place)
+        upload(written, f"{job.folder}/{name}")
     else:
         sync(written)
-        written.replace(place)
+        written.replace(Path(job.folder, name))
         sync(Path(job.folder))
     result = WrittenShard(dict(shard), padding_tokens, cuts)
     write_atomically(note, json.dumps(asdict(result)).encode())

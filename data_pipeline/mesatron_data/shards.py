@@ -299,14 +299,12 @@ def _check_samples(manifest: Manifest, split: str) -> None:
 
 
 def _check_stored(plan: Plan, shards: dict[str, list[WrittenShard]]) -> None:
-    """Before a manifest vouches for them: see that a store has all shards, for their notes may be of an earlier run."""
-    if not is_remote(plan.output):
-        return
-    sizes = list_sizes(plan.output)
+    """Before a manifest vouches for them: see that all shards are there, for their notes may be of an earlier run."""
+    sizes = list_sizes(plan.folder)
     for split, written in shards.items():
         for shard in (one.shard["zip_data"] for one in written):
             if sizes.get(f"{split}/{shard['basename']}") != shard["bytes"]:
                 raise DataError(
-                    f"{plan.output}/{split}/{shard['basename']} is no longer what was stored there: remove {plan.work} "
+                    f"{plan.folder}/{split}/{shard['basename']} is no longer what was stored there: remove {plan.work} "
                     "and start again."
                 )

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,47 @@ def test_missing_and_empty_folders(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     with pytest.raises(DataError, match=r"No \.jsonl"):
         list_files(str(tmp_path), "train")
+
+
+def test_links_are_what_they_name(train: Path) -> None:
+    elsewhere = train.parent / "elsewhere"
+    (elsewhere / "deep").mkdir(parents=True)
+    (elsewhere / "b.jsonl").write_bytes(line("b"))
+    (elsewhere / "deep/c.jsonl").write_bytes(line("c") * 2)
+    (train / "a.jsonl").symlink_to(elsewhere / "b.jsonl")
+    for name in ("one", "two"):
+        (train / name).symlink_to(elsewhere)
+    os.utime(elsewhere / "b.jsonl", (1000, 1000))
+    names = ["a.jsonl", "one/b.jsonl", "one/deep/c.jsonl", "two/b.jsonl", "two/deep/c.jsonl"]
+    size = len(line("b"))
+    files = list_files(f"{train.parent.parent}//{train.parent.name}", "train")
+    assert [(file.name, file.bytes) for file in files] == [
+        (f"train/{name}", size * (2 if "c" in name else 1)) for name in names
+    ]
+    assert files[0].modified == files[1].modified == "1000.0"
+    documents, _ = read(train.parent)
+    assert [text for text, _, _ in documents] == ["b", "b", "c", "c", "b", "c", "c"]
+
+
+@pytest.mark.parametrize(
+    "links",
+    [{"link": "."}, {"link": ".."}, {"deep/link": "../../train"}, {"deep/one": "../wide", "wide/two": "../deep"}],
+)
+def test_links_in_a_circle_are_refused(train: Path, links: dict[str, str]) -> None:
+    (train / "a.jsonl").write_bytes(line("a"))
+    for name in ("deep", "wide"):
+        (train / name).mkdir()
+    for name, target in links.items():
+        (train / name).symlink_to(target)
+    with pytest.raises(DataError, match=r"train/.* is a link to a folder that it lies in: remove the link"):
+        list_files(str(train.parent), "train")
+
+
+def test_a_folder_that_is_not_there_is_no_empty_one(train: Path) -> None:
+    (train / "a.jsonl").write_bytes(line("a"))
+    (train / "more").symlink_to("/nowhere/more")
+    with pytest.raises(DataError, match=r"Cannot read .*train/more: No such file or directory; check the path"):
+        list_files(str(train.parent), "train")
 
 
 def check(counts: Counts, max_skipped_fraction: float) -> None:

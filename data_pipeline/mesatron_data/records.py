@@ -234,6 +234,8 @@ def _lines(file: InputFile) -> Iterator[bytes]:
 
 def _blocks(file: InputFile) -> Iterator[bytes]:
     """Yield the decompressed bytes, raising _Truncated where the compressed data end early."""
+    if not file.bytes and not file.name.endswith(".jsonl"):
+        raise _Truncated(0)  # compressed, even nothing takes some bytes
     with reaching(file.url), fsspec.open(file.url, "rb") as stream:
         if file.name.endswith(".zst"):
             yield from _zstd_blocks(stream)

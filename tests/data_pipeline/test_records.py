@@ -134,6 +134,16 @@ def test_a_truncated_file_gives_what_it_holds_and_is_named(train: Path, suffix: 
         check_truncated(counts.truncated, allowed=False)
 
 
+def test_an_empty_file_is_sound_only_where_it_is_not_compressed(train: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst"):
+        (train / name).write_bytes(b"")
+    (train / "d.jsonl.gz").write_bytes(gzip.compress(b""))
+    (train / "e.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(b""))
+    documents, counts = read(train.parent)
+    assert documents == []
+    assert counts.truncated == {"train/b.jsonl.gz": (0, 0), "train/c.jsonl.zst": (0, 0)}
+
+
 def test_damaged_compression_is_named_not_raised(train: Path) -> None:
     (train / "a.jsonl.zst").write_bytes(b"this is no zstandard frame")
     (train / "b.jsonl.gz").write_bytes(b"this is no gzip file")

@@ -40,6 +40,8 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 UNKNOWN_SOURCE = "unknown"
 BLOCK_BYTES = 1 << 20
 PLACES_KEPT = 5
+MAX_WINDOW_BYTES = 1 << 31
+"""Of zstandard frames, as of `zstd --long=31`; the library by itself takes no more than 128 MiB."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -258,7 +260,7 @@ def _zstd_blocks(stream) -> Iterator[bytes]:  # type: ignore[no-untyped-def]
     try:
         while data := stream.read(BLOCK_BYTES):
             while data:
-                unpacker = unpacker or zstandard.ZstdDecompressor().decompressobj()
+                unpacker = unpacker or zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj()
                 yield unpacker.decompress(data)
                 data = b""
                 if unpacker.eof:

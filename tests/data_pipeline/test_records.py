@@ -116,6 +116,17 @@ def test_forms_and_order(train: Path) -> None:
     assert [text for text, _, _ in documents] == ["a1", "a2", "b1", "b2", "c1", "c2"]
 
 
+@pytest.mark.parametrize("window_log", [27, 28, 31])
+def test_a_long_window_is_no_damage(train: Path, window_log: int) -> None:
+    """As `zstd --long` writes it; the chains and hashes are kept small, for they alone take memory here."""
+    settings = zstandard.ZstdCompressionParameters(window_log=window_log, chain_log=10, hash_log=10)
+    compressor = zstandard.ZstdCompressor(compression_params=settings).compressobj()
+    (train / "a.jsonl.zst").write_bytes(compressor.compress(line("one") + line("two")) + compressor.flush())
+    documents, counts = read(train.parent)
+    assert [text for text, _, _ in documents] == ["one", "two"]
+    assert not counts.truncated
+
+
 @pytest.mark.parametrize("suffix", ["zst", "gz"])
 @pytest.mark.parametrize("kept", [0.4, 0.7, 0.999])
 def test_a_truncated_file_gives_what_it_holds_and_is_named(train: Path, suffix: str, kept: float) -> None:

@@ -84,7 +84,7 @@ def train_tokenizer(
     The sample has at most `max_sample_bytes` of UTF-8 text. With `weights` each source gives its share of that, less
     where it has less text, and sources without a weight give none; else every document is as likely as any other.
     Raises DataError for unusable input, a sample that the free memory cannot hold, weights of sources that the text
-    does not have, or a vocabulary that the text cannot fill; DiskFullError when there is no space.
+    does not have or that are all 0, or a vocabulary that the text cannot fill; DiskFullError when there is no space.
     """
     output_folder = Path(output_folder)
     check_memory(max_sample_bytes, free_memory())
@@ -192,6 +192,8 @@ def _sample(
     """Keep the documents with the smallest random keys that fit into each source's share of `max_bytes`, or without
     weights into all of it, in input order; one document always stays."""
     total = sum(weights.values()) if weights else 1.0
+    if total <= 0:
+        raise DataError("data.weights asks for nothing: give at least one source a weight above 0.")
     kept: dict[str, list[tuple[float, int, str, str]]] = {}
     sizes: dict[str, int] = {}
     found: dict[str, int] = {}

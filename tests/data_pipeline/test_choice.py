@@ -178,3 +178,10 @@ def test_duplicates_against_a_set(tmp_path: Path) -> None:
         seen.add(value)
     assert [path.name for path in tmp_path.iterdir()] == ["repeated"]
     assert find_duplicates(iter([]), 0, tmp_path).read_bytes() == b""
+
+
+def test_space_for_duplicates_is_taken_before_they_are_found(tmp_path: Path) -> None:
+    """Else a disk that fills up ends the process without a word."""
+    documents = 1_000_000
+    result = find_duplicates(iter([np.arange(documents, dtype=np.uint64)]), documents, tmp_path).stat()
+    assert result.st_size == documents <= result.st_blocks * 512

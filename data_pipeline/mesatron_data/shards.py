@@ -16,7 +16,7 @@ from mesatron_data.choice import ChosenFile, Segment, survey
 from mesatron_data.duplicates import find_duplicates
 from mesatron_data.errors import DataError
 from mesatron_data.files import writing
-from mesatron_data.manifest import MANIFEST_FILE, Manifest, SplitCounts
+from mesatron_data.manifest import MANIFEST_FILE, Manifest, SplitCounts, check_sources
 from mesatron_data.mds import INDEX_FILE, ShardJob, WrittenShard, index_of, write_shard
 from mesatron_data.pack import sample_count
 from mesatron_data.plan import Options, Plan, clear, existing, locked, make_plan, put_in_place
@@ -203,8 +203,8 @@ def _choose(pool: Workers, plan: Plan, counts: list[SplitCounts], manifest: Mani
     for job, file, result in zip(plan.jobs, files, surveys, strict=True):
         chosen[job.split].append((file, result))
         manifest.splits[job.split].add(result)
-    for split in manifest.splits.values():
-        manifest.sources += [source for source in split.sources if source not in manifest.sources]
+    manifest.sources = list(dict.fromkeys(source for split in manifest.splits.values() for source in split.sources))
+    check_sources(len(manifest.sources), "all files together")
     return chosen
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from mesatron_data.errors import DataError
 from mesatron_data.files import sha256, sync, write_atomically
-from mesatron_data.manifest import SourceCounts, SplitCounts, length_class, sorted_counts
+from mesatron_data.manifest import SourceCounts, SplitCounts, check_sources, length_class, sorted_counts
 from mesatron_data.records import Counts, Document, InputFile, read_documents
 from mesatron_data.tokenizer import Tokenizer
 
@@ -99,6 +99,7 @@ def tokenize(job: TokenJob) -> SplitCounts:
                 text_bytes.append(len(text))
                 hashes.append(xxhash.xxh3_64_intdigest(text))
                 sources.append(numbers.setdefault(document.source, len(numbers)))
+                check_sources(len(numbers), job.file.name)
             lengths_table = np.array(document_lengths, np.int64)
             begins = lengths_table.cumsum() - lengths_table
             for table in (begins, text_bytes, hashes, sources):

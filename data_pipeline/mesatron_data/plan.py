@@ -85,8 +85,8 @@ def make_plan(
             raise DataError(f"{output} is remote: name a folder on this machine for the work (data.token_folder).")
         beside = options.token_folder.absolute() / output.partition("://")[2].replace("/", "-")
     else:
-        beside = Path(output).absolute()
-        output = str(beside)
+        output = os.path.realpath(output)  # of a link it is the folder that is replaced, on its own file system
+        beside = Path(output)
     work = beside.with_name(f".{beside.name}.partial")
     tokenizer = Tokenizer.load(tokenizer_path)
     tokens = options.token_folder.absolute() / tokenizer.sha256[:16] if options.token_folder else work / "tokens"

@@ -155,6 +155,18 @@ def test_a_folder_of_something_else_is_never_touched(records: Path, tokenizer_pa
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 
+def test_an_output_that_is_a_link_stays_one(records: Path, tokenizer_path: Path, tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "large/data"
+    (tmp_path / "large").mkdir()
+    link.symlink_to(target)
+    for length in (CONTEXT_LENGTH, CONTEXT_LENGTH + 1):
+        prepare(str(records), link, tokenizer_path, length, overwrite=True)
+        assert load_manifest(str(target)).context_length == length
+        assert link.readlink() == target
+        names = [path.name for folder in (tmp_path, target.parent) for path in folder.iterdir()]
+        assert sorted(names) == ["data", "large", "link"]
+
+
 def test_odd_documents_everywhere(prepare_texts: Callable[..., Path], tokenizer_path: Path) -> None:
     """Empty and blank documents first, in the middle and last are counted; single characters, NUL and 1 MB lines are
     kept."""

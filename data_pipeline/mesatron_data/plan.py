@@ -20,13 +20,13 @@ import numpy as np
 
 from mesatron_data.choice import Cleaning
 from mesatron_data.errors import DataError
-from mesatron_data.files import sha256, sync
+from mesatron_data.files import PARTIAL_SUFFIX, remove_partial, sha256, sync
 from mesatron_data.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest, load_manifest
 from mesatron_data.mds import shard_files
 from mesatron_data.records import SPLITS, list_files
 from mesatron_data.store import is_remote, list_sizes, normal, remove, write_bytes
 from mesatron_data.tokenizer import Tokenizer
-from mesatron_data.tokens import PARTIAL_SUFFIX, TokenJob, remove_partial
+from mesatron_data.tokens import TokenJob
 
 PACKINGS = ("concatenate", "best_fit")
 UNFINISHED_FILE = "unfinished.json"

@@ -16,7 +16,7 @@ from pathlib import Path
 import sentencepiece
 
 from mesatron_data.errors import DataError
-from mesatron_data.files import sha256, write_atomically, writing
+from mesatron_data.files import remove_partial, sha256, write_atomically, writing
 from mesatron_data.records import Counts, check_skipped, check_truncated, list_files, read_documents
 from mesatron_data.tokenizer import INFO_FILE, MODEL_FILE, Tokenizer
 
@@ -134,6 +134,7 @@ def train_tokenizer(
     )
     with writing(output_folder):
         output_folder.mkdir(parents=True, exist_ok=True)
+        remove_partial(output_folder)
         # The description goes first: a model beside a description of another one is refused by Tokenizer.load.
         write_atomically(output_folder / INFO_FILE, json.dumps(asdict(info), indent=2).encode() + b"\n")
         write_atomically(output_folder / MODEL_FILE, tokenizer.model)

@@ -78,10 +78,11 @@ def partial_path(path: Path) -> Path:
 def remove_partial(folder: Path) -> None:
     """Remove what processes of this machine that are no more had begun under a `partial_path`."""
     end = f"@{os.uname().nodename}{PARTIAL_SUFFIX}"
-    for path in folder.rglob(f".*{end}"):
-        process = path.name.removesuffix(end).rpartition(".")[2]
-        if not Path("/proc", process).exists():
-            path.unlink(missing_ok=True)
+    for place, _, names in os.walk(folder):  # goes on where a folder is removed meanwhile
+        for name in names:
+            process = name.removesuffix(end).rpartition(".")[2]
+            if name.endswith(end) and not Path("/proc", process).exists():
+                Path(place, name).unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

@@ -3,7 +3,8 @@
 Unfinished work lies in a hidden sibling of the output folder, which keeps what is finished when a run is killed; for an
 object store it lies in the folder for token files instead:
 
-    .OUTPUT.partial/tokens/        token files, by name of the file of records, unless they have a folder of their own
+    .OUTPUT.partial/tokens/        token files, by name of the file of records, unless they have a folder of their own:
+                                   there by tokenizer and input folder, for other preparations may be at theirs
     .OUTPUT.partial/REQUEST/notes  descriptions of finished shards
     .OUTPUT.partial/REQUEST/data   what becomes OUTPUT
 """
@@ -89,7 +90,10 @@ def make_plan(
         beside = Path(output)
     work = beside.with_name(f".{beside.name}.partial")
     tokenizer = Tokenizer.load(tokenizer_path)
-    tokens = options.token_folder.absolute() / tokenizer.sha256[:16] if options.token_folder else work / "tokens"
+    tokens = work / "tokens"
+    if options.token_folder:
+        corpus = normal(input_folder) if is_remote(input_folder) else os.path.abspath(normal(input_folder))
+        tokens = options.token_folder.absolute() / tokenizer.sha256[:16] / sha256(corpus.encode())[:16]
     dtype = "uint16" if tokenizer.vocabulary_size <= 1 << 16 else "uint32"
     if context_length < 1:
         raise DataError(f"context_length is {context_length}: give at least 1 token.")

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
@@ -133,21 +134,29 @@ def shard_files(folder: str | Path, split: str) -> list[dict[str, Any]]:
     return shards
 
 
-def decode_shard(shard: dict[str, Any], raw: bytes) -> Iterator[Sample]:
-    """Yield the samples of one shard, given its description and its uncompressed bytes."""
+def decode_shard(shard: dict[str, Any], raw: bytes, first: int = 0, step: int = 1) -> Iterator[Sample]:
+    """Yield the samples of one shard, given its description and its uncompressed bytes; from sample `first` on every
+    `step`-th."""
     import numpy as np
 
     from mesatron_data.mosaic import streaming
 
     reader = streaming.base.format.reader_from_json("", "", shard)
     offsets = np.frombuffer(raw, np.uint32, count=shard["samples"] + 1, offset=4)
-    for begin, end in itertools.pairwise(offsets):
+    for begin, end in itertools.islice(itertools.pairwise(offsets), first, None, step):
         yield Sample(**reader.decode_sample(raw[begin:end]))
 
 
-def read_samples(folder: str | Path, split: str) -> Iterator[Sample]:
-    """Yield every stored sample of a prepared folder (local path or URL) in order."""
-    for shard in shard_files(folder, split):
+def read_samples(
+    folder: str | Path, split: str, most_samples: float = inf, most_shards: float = inf
+) -> Iterator[Sample]:
+    """Yield the stored samples of a prepared folder (local path or URL) in order: every one, or no more than
+    `most_samples`, evenly spread over no more than `most_shards`, which are evenly spread too."""
+    shards = shard_files(folder, split)
+    shards = shards[:: max(1, ceil(len(shards) / most_shards))]
+    step = max(1, ceil(sum(shard["samples"] for shard in shards) / most_samples))
+    position = 0
+    for shard in shards:
         path = f"{normal(folder)}/{split}/{shard['zip_data']['basename']}"
         try:
             raw = zstandard.ZstdDecompressor().decompress(read_bytes(path), shard["raw_data"]["bytes"])
@@ -156,4 +165,5 @@ def read_samples(folder: str | Path, split: str) -> Iterator[Sample]:
                 f"Shard {path} cannot be read ({' '.join(str(error).split())}): restore it or prepare again with "
                 "--overwrite."
             ) from error
-        yield from decode_shard(shard, raw)
+        yield from decode_shard(shard, raw, -position % step, step)
+        position += shard["samples"]

@@ -10,7 +10,7 @@ from typing import Any
 import zstandard
 
 from mesatron_data.errors import DataError
-from mesatron_data.files import cannot_read, sha256, write_atomically
+from mesatron_data.files import PARTIAL_SUFFIX, cannot_read, remove_partial, sha256, write_atomically
 from mesatron_data.manifest import Manifest, load_manifest, read_file
 from mesatron_data.mds import decode_shard, shard_files
 from mesatron_data.pack import padding
@@ -89,13 +89,15 @@ def verify_once(folder: str | Path) -> None:
         return
     verify(folder, contents=False)
     with suppress(OSError):
+        remove_partial(folder)
         write_atomically(note, json.dumps(found).encode())
 
 
 def _file_facts(folder: Path) -> dict[str, list[int]]:
     """Size and time of every packed shard, index and description."""
     files = [path for pattern in ("*", "*/*.zstd", "*/index.json") for path in sorted(folder.glob(pattern))]
-    facts = {str(path.relative_to(folder)): path.stat() for path in files if path.is_file()}
+    own = [path for path in files if path.suffix != PARTIAL_SUFFIX and path.is_file()]
+    facts = {str(path.relative_to(folder)): path.stat() for path in own}
     facts.pop(VERIFIED_FILE, None)
     return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in facts.items()}
 

@@ -46,6 +46,19 @@ def test_another_length_takes_no_tokenizing(
     assert packed(tmp_path / "out") == packed(tmp_path / "direct")
 
 
+def test_token_files_of_other_records_of_the_same_names_stay(
+    records: Path, tokenizer_path: Path, token_folder: Path, tmp_path: Path
+) -> None:
+    tokens = shutil.copytree(token_folder, tmp_path / "tokens")
+    before = {path: path.read_bytes() for path in tokens.rglob("*") if path.is_file()}
+    other = shutil.copytree(records, tmp_path / "in")
+    (other / "train/b.jsonl").write_text(json.dumps({"text": "of and to in a is that"}))
+    options = Options(token_folder=tokens)
+    manifest = prepare(str(other), tmp_path / "out", tokenizer_path, 16, options=options).manifest
+    assert manifest.splits["train"].documents == 100 + 1 + 73
+    assert {path: path.read_bytes() for path in before} == before
+
+
 @pytest.mark.parametrize("length", [13, 40, 200])
 def test_best_fit_cuts_only_what_does_not_fit(
     records: Path, tokenizer_path: Path, texts: dict[str, list[str]], token_folder: Path, tmp_path: Path, length: int
@@ -178,3 +191,10 @@ def test_duplicates_against_a_set(tmp_path: Path) -> None:
         seen.add(value)
     assert [path.name for path in tmp_path.iterdir()] == ["repeated"]
     assert find_duplicates(iter([]), 0, tmp_path).read_bytes() == b""
+
+
+def test_space_for_duplicates_is_taken_before_they_are_found(tmp_path: Path) -> None:
+    """Else a disk that fills up ends the process without a word."""
+    documents = 1_000_000
+    result = find_duplicates(iter([np.arange(documents, dtype=np.uint64)]), documents, tmp_path).stat()
+    assert result.st_size == documents <= result.st_blocks * 512

@@ -149,7 +149,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     solver_steps: Annotated[int | None, typer.Option(min=1, help="Most conjugate gradient steps.")] = None,
     solver_tolerance: Annotated[float | None, typer.Option(min=0.0, help="Relative residual to stop at.")] = None,
-    data: Annotated[str | None, typer.Option(help="Prepared shards with its tokenizer; the run's own by default.")] = None,
+    data: Annotated[str | None, typer.Option(help="Shards with its tokenizer; its own by default.")] = None,
 ) -> None:
     """Continue a prompt, in constant memory per token unless a mixer is `transformer`."""
     import torch

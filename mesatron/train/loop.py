@@ -129,8 +129,6 @@ class Trainer:
         self.step = start.step
         self.ending: type[MesatronError] | None = None
         self.spike: int | None = None  # the first step of one that the run has to go back from
-        # Step, number of the global batch and its sequences, as far as a spike may reach back.
-        self.history: deque[tuple[int, int, list[int]]] = deque(maxlen=config.train.spike_steps + 1)
 
     def train(self, stop_at_step: int | None) -> None:
         """Train from the resume point to `stop_at_step` or the last step."""
@@ -204,7 +202,8 @@ class Trainer:
         self.tokens_seen = state.get("tokens_seen", 0)
         self.skipped_steps, self.skipped_in_a_row = state.get("skipped_steps", 0), state.get("skipped_in_a_row", 0)
         self.detector = SpikeDetector(self.config.train, state.get("recent_losses", ()))
-        self.history.clear()
+        # Numbers of the last steps' global batches, as far as a spike may reach back.
+        self.history: deque[int] = deque(state.get("recent_batches", ()), self.config.train.spike_steps + 1)
         self.own_loss_sum, self.targets = 0.0, 1.0
         self.seconds_since_log = 0.0
 
@@ -216,10 +215,9 @@ class Trainer:
             del self.local_saver
             drop_local(self.config, self.world, first_step - 1, self.start.attempt)
         # The update before it may have been the bad one.
-        suspects = [(number, ids) for step, number, ids in self.history if step >= first_step - 1]
-        shares = self.world.gather([sample for _, own in suspects for sample in own])
-        samples = sorted({sample for share in shares for sample in share or ()})
-        spike = Rewind(first_step, self.step, 0, [number for number, _ in suspects], samples)
+        suspects = list(self.history)[first_step - 2 - self.step :]
+        samples = {sample for number in suspects for sample in self.stream.global_batch(number)}
+        spike = Rewind(first_step, self.step, 0, suspects, sorted(samples))
         what = self.detector.describe(first_step, self.loss)
         self.start = self.world.from_first(lambda: self.run.go_back(self.start.attempt, spike, what))
         self.checkpoint = self.start.checkpoint
@@ -260,7 +258,7 @@ class Trainer:
             self.monitor.scalars(self.step, profile)
             self._say(f"step {self.step}: {describe(profile)}")
         self.own_loss_sum, self.targets = float(loss_sum), targets
-        self.history.append((self.step, _batch_number(self.stream) - 1, batch.sample_ids.tolist()))
+        self.history.append(_batch_number(self.stream) - 1)
         self.data_state = self.stream.state_dict()
         self.tokens_seen += self.config.tokens_per_step
         self.seconds_since_log += time.perf_counter() - begin
@@ -382,6 +380,7 @@ class Trainer:
             "skipped_in_a_row": self.skipped_in_a_row,
             "seconds": self.run.ledger.read(),
             "recent_losses": self.detector.recent,
+            "recent_batches": list(self.history),
             "optimizer_steps": self.engine.optimizer_steps,
             "data": self.data_state,
             "tokenizer_sha256": self.manifest.tokenizer_sha256,

@@ -9,6 +9,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from mesatron.config.schema import TrainConfig
 from mesatron.train.spikes import LEAST, SpikeDetector
@@ -18,6 +19,12 @@ SETTINGS = {
     "train.steps": 52, "train.spike_sigma": 8, "train.spike_steps": 2, "checkpoint.every_steps": 10,
     "checkpoint.keep_last": 9, "train.peak_lr": 1e-2, "train.max_rewinds": 1,
 }  # fmt: skip
+
+
+def left_out(run: Any) -> list[dict[str, Any]]:
+    """What the run of a RunFolder has left out, whichever attempt did."""
+    rewinds = json.loads((run.path / "skipped-batches.json").read_text())
+    return [rewind | {"attempt": ""} for rewind in rewinds]
 
 
 def test_the_batches_of_a_spike_are_left_out(
@@ -55,6 +62,20 @@ def test_the_batches_of_a_spike_are_left_out(
             other.assert_equals(run, 52)
         assert other.curve("data/samples_checksum") == run.curve("data/samples_checksum")
         assert difference(other.curve("train/loss"), run.curve("train/loss")) < 1e-4
+
+
+def test_a_run_cut_about_a_spike_goes_back_as_one_never_cut(
+    tmp_path: Path, odd_config: Callable, short_data: Path, world: Callable, run_of: Callable
+) -> None:
+    """Global batches 40 and 41 are bad, as above; the run is stopped after step 40, whose batch is left out too."""
+    configs = [odd_config(tmp_path / name, short_data, **SETTINGS) for name in ("whole", "cut")]
+    whole, cut = map(run_of, configs)
+    assert world(2, SABOTAGE, "garbage=40,41", "train", configs[0]).exit_code == 0
+    assert world(2, SABOTAGE, "garbage=40,41", "train", configs[1], "--stop-at-step=40").exit_code == 75
+    assert world(2, SABOTAGE, "garbage=40,41", "train", configs[1]).exit_code == 0
+    assert left_out(cut) == left_out(whole)
+    assert left_out(whole)[0]["batches"] == [39, 40, 41]
+    cut.assert_equals(whole, 52)
 
 
 def test_a_run_goes_back_only_so_often(

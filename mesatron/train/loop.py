@@ -201,10 +201,12 @@ class Trainer:
         self.spike = None
         self.tokens_seen = state.get("tokens_seen", 0)
         self.skipped_steps, self.skipped_in_a_row = state.get("skipped_steps", 0), state.get("skipped_in_a_row", 0)
-        self.detector = SpikeDetector(self.config.train, state.get("recent_losses", ()))
+        self.detector = SpikeDetector(self.config.train, state.get("recent_losses", ()), state.get("steps_over", 0))
         # Numbers of the last steps' global batches, as far as a spike may reach back.
         self.history: deque[int] = deque(state.get("recent_batches", ()), self.config.train.spike_steps + 1)
-        self.own_loss_sum, self.targets = 0.0, 1.0
+        # The last step's loss is judged with the next one's sums, as if one process had computed all of it.
+        loss_sum, self.targets = state.get("last_loss", (0.0, 0.0))
+        self.own_loss_sum = float(loss_sum) if self.layout.copies.rank == 0 else 0.0
         self.seconds_since_log = 0.0
 
     def _go_back(self, first_step: int) -> None:
@@ -245,7 +247,7 @@ class Trainer:
         if self.config.checkpoint.local_folder:
             self.local_saver.report()
         self.ending = agreed(votes)
-        if self.step > self.start.step:
+        if self.targets:  # of the step before; 0 without one, or if its checkpoint does not know
             self.loss = loss_sum_before / self.targets
             self.spike = None if self.ending else self.detector.note(self.step, self.loss)
         if self.ending or self.spike:
@@ -372,7 +374,9 @@ class Trainer:
         self.local_saver.save(self.step, generator_states(self.world), self._state(), self.texts)
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors."""
+        """What a checkpoint holds besides tensors; all processes call it together."""
+        # Equal to the last bit to what the next step would find: float64 adds up numbers of fp32 without rounding.
+        (loss_sum,) = self.layout.sum(self.own_loss_sum)
         return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
@@ -381,6 +385,8 @@ class Trainer:
             "seconds": self.run.ledger.read(),
             "recent_losses": self.detector.recent,
             "recent_batches": list(self.history),
+            "steps_over": self.detector.over,
+            "last_loss": [str(loss_sum), self.targets],  # a string, as JSON has no infinity
             "optimizer_steps": self.engine.optimizer_steps,
             "data": self.data_state,
             "tokenizer_sha256": self.manifest.tokenizer_sha256,

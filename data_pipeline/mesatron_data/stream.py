@@ -167,6 +167,12 @@ class TrainStream:
                 )
         self._step = state["epoch"] * self.steps_per_epoch + state["step_in_epoch"]
 
+    def global_batch(self, number: int) -> list[int]:
+        """Return the sample ids of a global batch, counted from 0 over all epochs, over all ranks."""
+        epoch, step_in_epoch = divmod(number, self.steps_per_epoch)
+        begin = step_in_epoch * self._global_batch_size
+        return self._order(epoch)[begin : begin + self._global_batch_size].tolist()
+
     def close(self) -> None:
         """End the reader threads."""
         if self._prefetcher is not None:
@@ -190,10 +196,9 @@ class TrainStream:
             "weights": self._weights,
         }
 
-    def _read(self, step: int) -> Batch:
-        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
-        begin = step_in_epoch * self._global_batch_size + self._rank * self._sequences
-        return _read_batch(self._reader, self._order(epoch)[begin : begin + self._sequences].tolist())
+    def _read(self, number: int) -> Batch:
+        begin = self._rank * self._sequences
+        return _read_batch(self._reader, self.global_batch(number)[begin : begin + self._sequences])
 
     def _check_limit(self, limit_bytes: int) -> None:
         sizes = self._reader.bytes_per_shard

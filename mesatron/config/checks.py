@@ -58,11 +58,13 @@ def _problems(config: Config):
                 f"model.{name}.lambda_initial ({mesa.lambda_initial}) must exceed model.{name}.lambda_lower_bound "
                 f"({mesa.lambda_lower_bound})."
             )
-    if config.monitor.histogram_every_steps % config.monitor.log_every_steps:
-        yield (
-            f"monitor.histogram_every_steps must be a multiple of monitor.log_every_steps, but "
-            f"{config.monitor.histogram_every_steps} is none of {config.monitor.log_every_steps}."
-        )
+    for section, key, unit_key in (
+        ("monitor", "histogram_every_steps", "log_every_steps"),
+        ("checkpoint", "keep_every_steps", "every_steps"),
+    ):
+        steps, unit = (getattr(getattr(config, section), name) for name in (key, unit_key))
+        if steps % unit:
+            yield f"{section}.{key} must be a multiple of {section}.{unit_key}, but {steps} is none of {unit}."
     if config.monitor.profile_step > train.steps:
         yield f"monitor.profile_step ({config.monitor.profile_step}) must not exceed train.steps ({train.steps})."
     # Those of the step before the spike and of its own steps are removed when the run goes back.

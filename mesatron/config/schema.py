@@ -274,7 +274,7 @@ class CheckpointConfig(Section):
     keep_last: PositiveInt = 3
     """Newest checkpoints that stay; with `train.spike_sigma` more than a spike can spoil, or none is left to go to."""
     keep_every_steps: NonNegativeInt = 0
-    """Checkpoints at multiples of this stay for ever; 0 keeps none beyond `keep_last`."""
+    """Checkpoints at multiples of this, itself one of `every_steps`, stay for ever; 0 keeps none beyond `keep_last`."""
     asynchronous: bool = True
     """Write behind training, from a copy in host memory: 12 bytes for every parameter that a process saves."""
     local_folder: Path | None = None

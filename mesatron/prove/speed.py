@@ -84,6 +84,7 @@ def measure(
         "checkpoint.local_folder=null",
         "checkpoint.local_every_steps=0",
         f"checkpoint.every_steps={never}",
+        "checkpoint.keep_every_steps=0",
         "evaluate.max_sequences=1",
         "evaluate.micro_batch_size=1",
         f"evaluate.every_steps={never}",

@@ -129,8 +129,6 @@ class Trainer:
         self.step = start.step
         self.ending: type[MesatronError] | None = None
         self.spike: int | None = None  # the first step of one that the run has to go back from
-        # Step, number of the global batch and its sequences, as far as a spike may reach back.
-        self.history: deque[tuple[int, int, list[int]]] = deque(maxlen=config.train.spike_steps + 1)
 
     def train(self, stop_at_step: int | None) -> None:
         """Train from the resume point to `stop_at_step` or the last step."""
@@ -203,9 +201,12 @@ class Trainer:
         self.spike = None
         self.tokens_seen = state.get("tokens_seen", 0)
         self.skipped_steps, self.skipped_in_a_row = state.get("skipped_steps", 0), state.get("skipped_in_a_row", 0)
-        self.detector = SpikeDetector(self.config.train, state.get("recent_losses", ()))
-        self.history.clear()
-        self.own_loss_sum, self.targets = 0.0, 1.0
+        self.detector = SpikeDetector(self.config.train, state.get("recent_losses", ()), state.get("steps_over", 0))
+        # Numbers of the last steps' global batches, as far as a spike may reach back.
+        self.history: deque[int] = deque(state.get("recent_batches", ()), self.config.train.spike_steps + 1)
+        # The last step's loss is judged with the next one's sums, as if one process had computed all of it.
+        loss_sum, self.targets = state.get("last_loss", (0.0, 0.0))
+        self.own_loss_sum = float(loss_sum) if self.layout.copies.rank == 0 else 0.0
         self.seconds_since_log = 0.0
 
     def _go_back(self, first_step: int) -> None:
@@ -216,10 +217,9 @@ class Trainer:
             del self.local_saver
             drop_local(self.config, self.world, first_step - 1, self.start.attempt)
         # The update before it may have been the bad one.
-        suspects = [(number, ids) for step, number, ids in self.history if step >= first_step - 1]
-        shares = self.world.gather([sample for _, own in suspects for sample in own])
-        samples = sorted({sample for share in shares for sample in share or ()})
-        spike = Rewind(first_step, self.step, 0, [number for number, _ in suspects], samples)
+        suspects = list(self.history)[first_step - 2 - self.step :]
+        samples = {sample for number in suspects for sample in self.stream.global_batch(number)}
+        spike = Rewind(first_step, self.step, 0, suspects, sorted(samples))
         what = self.detector.describe(first_step, self.loss)
         self.start = self.world.from_first(lambda: self.run.go_back(self.start.attempt, spike, what))
         self.checkpoint = self.start.checkpoint
@@ -247,7 +247,7 @@ class Trainer:
         if self.config.checkpoint.local_folder:
             self.local_saver.report()
         self.ending = agreed(votes)
-        if self.step > self.start.step:
+        if self.targets:  # of the step before; 0 without one, or if its checkpoint does not know
             self.loss = loss_sum_before / self.targets
             self.spike = None if self.ending else self.detector.note(self.step, self.loss)
         if self.ending or self.spike:
@@ -260,7 +260,7 @@ class Trainer:
             self.monitor.scalars(self.step, profile)
             self._say(f"step {self.step}: {describe(profile)}")
         self.own_loss_sum, self.targets = float(loss_sum), targets
-        self.history.append((self.step, _batch_number(self.stream) - 1, batch.sample_ids.tolist()))
+        self.history.append(_batch_number(self.stream) - 1)
         self.data_state = self.stream.state_dict()
         self.tokens_seen += self.config.tokens_per_step
         self.seconds_since_log += time.perf_counter() - begin
@@ -374,7 +374,9 @@ class Trainer:
         self.local_saver.save(self.step, generator_states(self.world), self._state(), self.texts)
 
     def _state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors."""
+        """What a checkpoint holds besides tensors; all processes call it together."""
+        # Equal to the last bit to what the next step would find: float64 adds up numbers of fp32 without rounding.
+        (loss_sum,) = self.layout.sum(self.own_loss_sum)
         return {
             "step": self.step,
             "tokens_seen": self.tokens_seen,
@@ -382,6 +384,9 @@ class Trainer:
             "skipped_in_a_row": self.skipped_in_a_row,
             "seconds": self.run.ledger.read(),
             "recent_losses": self.detector.recent,
+            "recent_batches": list(self.history),
+            "steps_over": self.detector.over,
+            "last_loss": [str(loss_sum), self.targets],  # a string, as JSON has no infinity
             "optimizer_steps": self.engine.optimizer_steps,
             "data": self.data_state,
             "tokenizer_sha256": self.manifest.tokenizer_sha256,

@@ -24,12 +24,15 @@ WINDOW, LEAST = 64, 20
 
 
 class SpikeDetector:
-    """Watches the loss of every step. recent: losses that an earlier detector has left in its `recent`."""
+    """Watches the loss of every step. recent, over: what an earlier detector has left; it goes on from there.
 
-    def __init__(self, train: TrainConfig, recent: Iterable[float] = ()) -> None:
+    over: steps above the limit, up to the last.
+    """
+
+    def __init__(self, train: TrainConfig, recent: Iterable[float] = (), over: int = 0) -> None:
         self._sigma, self._steps = train.spike_sigma, train.spike_steps
         self._window = deque(recent, WINDOW)
-        self._over = 0
+        self.over = over
 
     @property
     def recent(self) -> list[float]:
@@ -44,10 +47,10 @@ class SpikeDetector:
         if len(self._window) >= LEAST:
             expected, deviation = self._trend()
             over = not loss <= expected + self._sigma * deviation  # nor is a loss that is no number
-        self._over = self._over + 1 if over else 0
+        self.over = self.over + 1 if over else 0
         if not over and math.isfinite(loss):
             self._window.append(loss)
-        return step - self._over + 1 if self._over >= self._steps else None
+        return step - self.over + 1 if self.over >= self._steps else None
 
     def describe(self, first: int, loss: float) -> str:
         """A spike that began at step `first` and now has `loss`, in a few words."""

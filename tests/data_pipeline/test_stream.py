@@ -71,6 +71,7 @@ def test_global_batches_do_not_depend_on_ranks_and_readers(
     for rank in range(world_size):
         with opened(prepared, rank=rank, world_size=world_size, workers=workers) as stream:
             ranks.append(ids(stream, len(plain)))
+            assert [stream.global_batch(number) for number in range(len(plain))] == plain
     assert joined(ranks) == plain
 
 

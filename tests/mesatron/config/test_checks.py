@@ -32,6 +32,10 @@ QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
         (["checkpoint.local_folder=x"], "checkpoint.local_folder (x) and checkpoint.local_every_steps (0) must be set"),
         (["train.steps=30"], "train.warmup_steps (30) must be fewer than train.steps (30)"),
         (["monitor.log_every_steps=20"], "50 is none of 20"),
+        (
+            ["checkpoint.every_steps=30", "checkpoint.keep_every_steps=100"],
+            "checkpoint.keep_every_steps must be a multiple of checkpoint.every_steps, but 100 is none of 30",
+        ),
         (["train.schedule=wsd", "train.steps=40", "train.decay_fraction=0.3"], "30 + 0.3 x 40 = 42 of 40"),
         (["train.start_lr=5e-3"], "train.start_lr (0.005) must not exceed train.peak_lr (0.004)"),
         (["model.mesa.lambda_initial=0.25"], "lambda_initial (0.25) must exceed model.mesa.lambda_lower_bound (0.25)"),
@@ -87,6 +91,7 @@ def test_fields_that_do_not_fit_together(overrides: list[str], arithmetic: str) 
         ["train.spike_sigma=6", "checkpoint.keep_last=3", "checkpoint.every_steps=3"],
         ["train.spike_sigma=6", "checkpoint.keep_last=1", "train.max_rewinds=0"],
         ["checkpoint.keep_last=1"],
+        ["checkpoint.every_steps=30", "checkpoint.keep_every_steps=90"],
         ["model.mesa.lambda_lower_bound=0"],
         ["model.mlp_ratio=0.004"],
         ["model.mixer=[gla,hawk_mesa,swa-2]"],

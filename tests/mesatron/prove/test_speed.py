@@ -21,7 +21,7 @@ VALUES = {
     "tokenizer": {"path": "none"},
     "data": {"input_folder": "none", "folder": "shards", "context_length": 64, "weights": {"c": 1}},
     "train": {"global_batch_size": 8, "micro_batch_size": 2, "warmup_steps": 2, "peak_lr": 1e-3},
-    "checkpoint": {"every_steps": 1, "local_folder": "/nowhere", "local_every_steps": 1},
+    "checkpoint": {"every_steps": 1, "keep_every_steps": 1, "local_folder": "/nowhere", "local_every_steps": 1},
 }
 
 

@@ -4,12 +4,15 @@ The loss really rises: some global batches hold the tokens that are rare in all 
 that are told what to leave out when they start, in the same layout and in another one.
 """
 
+import hashlib
 import json
 import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from mesatron.checkpoint.format import MANIFEST, STATE, read_manifest, seal, to_json
 from mesatron.config.schema import TrainConfig
 from mesatron.train.spikes import LEAST, SpikeDetector
 
@@ -18,6 +21,26 @@ SETTINGS = {
     "train.steps": 52, "train.spike_sigma": 8, "train.spike_steps": 2, "checkpoint.every_steps": 10,
     "checkpoint.keep_last": 9, "train.peak_lr": 1e-2, "train.max_rewinds": 1,
 }  # fmt: skip
+
+
+def went_back(run: Any) -> list[dict[str, Any]]:
+    """What the run of a RunFolder has left out and said of it, less the names of the run and its attempts."""
+    rewinds = json.loads((run.path / "skipped-batches.json").read_text())
+    said = [record["what"] for record in run.attempts() if record["event"] == "decision"]
+    return [
+        rewind | {"attempt": "", "said": what.replace(str(run.path), "")}
+        for rewind, what in zip(rewinds, said, strict=True)
+    ]
+
+
+def forget(checkpoint: Path, *keys: str) -> None:
+    """Make `checkpoint` one whose state never had `keys`."""
+    state = json.loads((checkpoint / STATE).read_text())
+    data = to_json({key: value for key, value in state.items() if key not in keys})
+    (checkpoint / STATE).write_bytes(data)
+    manifest = read_manifest(checkpoint)
+    manifest["files"][STATE] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (checkpoint / MANIFEST).write_bytes(seal(manifest))
 
 
 def test_the_batches_of_a_spike_are_left_out(
@@ -57,22 +80,53 @@ def test_the_batches_of_a_spike_are_left_out(
         assert difference(other.curve("train/loss"), run.curve("train/loss")) < 1e-4
 
 
+def test_a_run_cut_about_a_spike_goes_back_as_one_never_cut(
+    tmp_path: Path, odd_config: Callable, short_data: Path, world: Callable, run_of: Callable
+) -> None:
+    """Global batches 40 and 41 are bad, as above. Cuts: before the spike, within it, and before its end is judged."""
+    local = {"checkpoint.local_folder": str(tmp_path / "nodes"), "checkpoint.local_every_steps": 1}
+    configs = [
+        odd_config(tmp_path / name, short_data, **SETTINGS | {"train.steps": 46} | more)
+        for name, more in {"whole": {}, "cut": local, "old": {}}.items()
+    ]
+    whole, cut, old = map(run_of, configs)
+
+    def train(config: Path, *options: str) -> int:
+        return world(2, SABOTAGE, "garbage=40,41", "train", config, *options).exit_code
+
+    assert train(configs[0]) == 0
+    assert train(configs[1], "--stop-at-step=40") == 75
+    shutil.copytree(cut.path, old.path, symlinks=True)
+    assert train(configs[1], "--stop-at-step=42") == 75
+    shutil.rmtree(cut.checkpoint(42))
+    assert train(configs[1], "--stop-at-step=42") == 75
+    assert train(configs[1]) == 0
+    assert [one["resumed_from"] for one in cut.attempts() if one["event"] == "start"] == [None, 40, 41, 42]
+    assert went_back(cut) == went_back(whole)
+    assert went_back(whole)[0]["batches"] == [39, 40, 41]
+    cut.assert_equals(whole, 46)
+
+    forget(old.checkpoint(40), "recent_batches", "steps_over", "last_loss")
+    assert train(configs[2]) == 0
+    assert went_back(old)[0]["batches"] == [40, 41], "an earlier version's checkpoint does not know more"
+
+
 def test_a_run_goes_back_only_so_often(
     tmp_path: Path, odd_config: Callable, short_data: Path, world: Callable, run_of: Callable
 ) -> None:
-    """Twice bad data, in a pipeline; what is known of losses outlives a restart between them."""
+    """Twice bad data, in a pipeline; what is known of losses outlives a restart after the first step of it."""
     settings = SETTINGS | {"model.width": 24, "model.heads": 4, "model.head_dim": 6, "parallel.pipeline_size": 2}
     config = odd_config(tmp_path, short_data, **settings)
     run = run_of(config)
     garbage = "garbage=30,31,32,41,42,43"
-    outcome = world(2, SABOTAGE, garbage, "train", config, "--stop-at-step=35")
+    outcome = world(2, SABOTAGE, garbage, "train", config, "--stop-at-step=31")
     assert outcome.exit_code == 75, outcome.errors
     outcome = world(2, SABOTAGE, garbage, "train", config)
     assert outcome.exit_code == 5, outcome.errors
     (line,) = outcome.error_lines
     assert "and the run has gone back 1 times; lower train.peak_lr, or raise train.max_rewinds" in line
     decisions = [record for record in run.attempts() if record["event"] == "decision"]
-    assert ["going back to step 20" in decision["what"] for decision in decisions] == [True]
+    assert ["since step 31: going back to step 20" in decision["what"] for decision in decisions] == [True]
     assert run.attempts()[-1]["exit_code"] == 5
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mesatron.checkpoint.format import STATE
 from mesatron.checkpoint.verify import list_checkpoints
-from mesatron.config import load_config
+from mesatron.config import load_stored_config
 from mesatron.errors import ENDED_AFTER_SAVING, ConfigError
 from mesatron.monitor.attempts import read_attempts
 from mesatron.monitor.goodput import Goodput, account
@@ -37,7 +37,7 @@ def summarize(run_folder: Path) -> Summary:
         raise ConfigError(f"{run_folder} is no run folder: it has no config.yaml; check the path.")
     if (run_folder / "manifest.json").exists():
         raise ConfigError(f"{run_folder} is a checkpoint; give the run folder that it lies in.")
-    config = load_config(run_folder / "config.yaml")
+    config = load_stored_config(run_folder / "config.yaml")
     lines = read_metrics(run_folder / "metrics.jsonl")
     training = [line for line in lines if "train/loss" in line]
     perplexities = [float(line["validation/perplexity"]) for line in lines if "validation/perplexity" in line]

@@ -21,7 +21,7 @@ from mesatron.checkpoint.verify import list_checkpoints
 from mesatron.cluster.job import LAUNCH_FOLDER
 from mesatron.cluster.submission import Request, plan_array, refuse_active, submit
 from mesatron.compare.variants import Comparison, Variant
-from mesatron.config import changed_keys, load_config
+from mesatron.config import changed_keys, load_stored_config
 from mesatron.errors import ConfigError, DataError, PreemptedError, StoppedEarly
 from mesatron.processes import end_with_parent
 
@@ -146,7 +146,7 @@ def _refuse_changes(comparison: Comparison) -> None:
         if not (is_trained(variant) or is_measured(variant)):
             continue
         folder = variant.config.run_folder
-        changes = changed_keys(load_config(folder / "config.yaml"), variant.config)
+        changes = changed_keys(load_stored_config(folder / "config.yaml"), variant.config)
         if not is_submitted(variant):  # a job has as many processes as was asked of Slurm
             trained_with = json.loads((folder / "environment.json").read_text())["world_size"]
             if trained_with != comparison.processes:

@@ -34,15 +34,27 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     Raises ConfigError, in one sentence, for an unreadable file, an unknown key (naming the nearest known one), a
     value of the wrong kind or out of range, and fields that do not fit together.
     """
+    config = _resolve(path, overrides)
+    check(config, path)
+    return config
+
+
+def load_stored_config(path: Path) -> Config:
+    """The config that a run wrote into its folder or a checkpoint, as that was trained.
+
+    Fields that an earlier version let pass together do no harm to what reads it. Otherwise raises as `load_config`.
+    """
+    return _resolve(path, ())
+
+
+def _resolve(path: Path, overrides: Iterable[str]) -> Config:
     values = _read(path, ())
     for override in overrides:
         _apply_override(values, override)
     try:
-        config = Config.model_validate(values)
+        return Config.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{path}: {first_error(error)}") from None
-    check(config, path)
-    return config
 
 
 def dump_config(config: Config) -> str:

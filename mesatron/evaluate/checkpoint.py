@@ -12,7 +12,7 @@ from mesatron_data.stream import ValidationSet
 from torch import Tensor
 
 from mesatron.checkpoint.reader import CheckpointReader, open_checkpoint
-from mesatron.config import Config, check_prepared, load_config
+from mesatron.config import Config, check_prepared, load_stored_config
 from mesatron.errors import ConfigError, DataError
 from mesatron.evaluate.perplexity import Perplexity, measure
 from mesatron.kernel_choice import choose_kernels, with_kernels
@@ -48,7 +48,7 @@ def load_model(path: Path, solver: dict[str, Any] | None = None) -> TrainedModel
     version or when there are settings for Mesa layers and no such layers.
     """
     reader = open_checkpoint(path)
-    config = load_config(reader.folder / "config.yaml")
+    config = load_stored_config(reader.folder / "config.yaml")
     mixers = config.model.used_mixers
     if solver and not {"mesa", "mesa_rls"} & set(mixers):
         raise ConfigError(

@@ -17,7 +17,7 @@ from mesatron.checkpoint.reader import CheckpointReader
 from mesatron.checkpoint.retention import remove, remove_leftovers
 from mesatron.checkpoint.tensors import Fragment, TensorSpec
 from mesatron.checkpoint.verify import CheckpointInfo, find_damage, list_checkpoints
-from mesatron.config import Config, changed_keys, load_config
+from mesatron.config import Config, changed_keys, load_stored_config
 from mesatron.errors import MesatronError, report, unusable_path
 from mesatron.files import replace_file
 from mesatron.monitor.attempts import read_attempts
@@ -149,5 +149,5 @@ def _number(attempt: str) -> int:
 def _fits(path: Path, config: Config, world: World) -> bool:
     """Whether the part was saved in the layout of now."""
     reader = CheckpointReader(path)
-    changes = changed_keys(load_config(path / "config.yaml"), config)
+    changes = changed_keys(load_stored_config(path / "config.yaml"), config)
     return reader.state["world_size"] == world.size and not any(key.startswith("parallel.") for key in changes)

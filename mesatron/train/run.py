@@ -14,7 +14,7 @@ from mesatron.checkpoint.format import LATEST, point_latest, set_aside
 from mesatron.checkpoint.retention import remove, remove_leftovers
 from mesatron.checkpoint.verify import CheckpointInfo, find_latest, list_checkpoints
 from mesatron.cluster.job import check_owner
-from mesatron.config import Config, changed_keys, dump_config, load_config
+from mesatron.config import Config, changed_keys, dump_config, load_stored_config
 from mesatron.config.mixers import SECTIONS
 from mesatron.errors import ENDED_AFTER_SAVING, CheckpointError, ConfigError, LossSpikeError, StorageError, refused_path
 from mesatron.files import replace_file
@@ -245,7 +245,7 @@ def compare_with(checkpoint: Path, config: Config, allow_changes: bool = False) 
     Raises ConfigError or CheckpointError for changes that alter the result, unless `allow_changes`, and for those that
     would alter the order of the data in any case.
     """
-    changes = changed_keys(load_config(checkpoint / "config.yaml"), config)
+    changes = changed_keys(load_stored_config(checkpoint / "config.yaml"), config)
     described = {key: f"{key}: {old} -> {new}" for key, (old, new) in changes.items()}
     serious = {key: text for key, text in described.items() if not key.startswith(FREE_KEYS)}
     fixed = [text for key, text in serious.items() if key.startswith(FIXED_KEYS)]

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mesatron.config import Config, changed_keys, dump_config, load_config
+from mesatron.config import Config, changed_keys, dump_config, load_config, load_stored_config
 from mesatron.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -114,6 +114,13 @@ def test_the_weights_of_a_mixture_are_inherited_or_replaced_as_a_whole(tmp_path:
     assert load_config(same).data.weights == {"A": 1, "B": 1}
     other = write(tmp_path / "other.yaml", {"base": "first.yaml", "data": {"weights": {"A": 2}}})
     assert load_config(other).data.weights == load_config(same, ["data.weights={A: 2}"]).data.weights == {"A": 2}
+
+
+def test_a_run_of_before_a_check_can_be_read(tmp_path: Path) -> None:
+    values = yaml.safe_load(dump_config(load_config(QUICKSTART)))
+    stored = write(tmp_path / "config.yaml", values | {"checkpoint": {"every_steps": 30, "keep_every_steps": 100}})
+    assert "checkpoint.keep_every_steps must be a multiple" in message_of(stored)
+    assert load_stored_config(stored).checkpoint.keep_every_steps == 100
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])

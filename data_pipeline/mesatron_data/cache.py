@@ -36,21 +36,20 @@ class ShardCache:
 
     source        folder of the packed shards, local path or URL
     shards        their descriptions, as `mesatron_data.mds.shard_files` returns them
-    cache_folder  where unpacked shards of several data folders are kept, for any number of runs; None keeps them beside
-                  the packed ones, without a limit
-    name          of the split inside `cache_folder`
+    cache_folder  where unpacked shards of any content are kept, for any number of runs
+    name          of these inside `cache_folder`, CONTENT/SPLIT, so that a run never meets those of other content
     limit_bytes   that the files in `cache_folder` may take; 0 for no limit
 
     `read` is safe in threads. Attributes: fetched_bytes and fetch_seconds, of packed shards, by this object so far.
     """
 
     def __init__(
-        self, source: str, shards: list[dict[str, Any]], cache_folder: Path | None, name: str, limit_bytes: int
+        self, source: str, shards: list[dict[str, Any]], cache_folder: Path, name: str, limit_bytes: int
     ) -> None:
         self._source, self._shards = source, shards
-        self._root = cache_folder.absolute() if cache_folder else None
-        self._folder = self._root / name if self._root else Path(source).absolute()
-        self._limit_bytes = limit_bytes if self._root else 0
+        self._root = cache_folder.absolute()
+        self._folder = self._root / name
+        self._limit_bytes = limit_bytes
         self._folder.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
         self._readers = [streaming.base.format.reader_from_json(str(self._folder), "", shard) for shard in shards]
@@ -63,8 +62,9 @@ class ShardCache:
     def read(self, shard: int, place: int) -> dict[str, Any]:
         """Return the sample at a place of a shard as it was written.
 
-        Raises DataError when the shard is missing or, after a second try, damaged, and when the limit makes readers
-        remove each other's shards; StorageError when the second try cannot read it either; DiskFullError without space.
+        Raises DataError when the shard is missing or, after a second try, damaged, when the limit makes readers
+        remove each other's shards and when the data were replaced; StorageError when the second try cannot read it
+        either; DiskFullError without space.
         """
         for _ in range(ATTEMPTS):
             try:
@@ -81,6 +81,11 @@ class ShardCache:
     def _provide(self, shard: int) -> None:
         """See to it that the unpacked shard is there, was checked by this process, and counts as used now."""
         if shard not in self._checked:
+            if not self._folder.exists():
+                raise DataError(
+                    f"{self._folder} was removed while a run read from it: its data were prepared anew, or the folder "
+                    "was cleared; start the run again on the data that it began with."
+                )
             with _locked(self._lock_file(shard)):
                 if not self._sound(shard):
                     self._fetch(shard)
@@ -156,7 +161,7 @@ class ShardCache:
     def _begin(self, partial: Path, size: int) -> None:
         """Under a limit, remove the shards that were not used for longest until `size` bytes fit, and take those by a
         file of that size."""
-        if not self._limit_bytes or self._root is None:
+        if not self._limit_bytes:
             return
         with _locked(self._root / ".lock"):
             known = []
@@ -180,13 +185,13 @@ class ShardCache:
         return self._folder / self._shards[shard]["raw_data"]["basename"]
 
     def _lock_file(self, shard: int) -> Path:
-        """What to lock while a shard is fetched: the data folder itself, or one of a few files in a cache folder."""
-        return self._folder if self._root is None else self._root / f".lock-{shard % LOCKS}"
+        """What to lock while a shard is fetched, one of a few files."""
+        return self._root / f".lock-{shard % LOCKS}"
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock on a folder, or on a file that is made where there is none."""
+    """Hold a lock on a file, which is made where there is none."""
     try:
         lock = os.open(path, os.O_RDONLY)
     except FileNotFoundError:

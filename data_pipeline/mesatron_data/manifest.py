@@ -1,7 +1,7 @@
 """The description of a prepared data folder, manifest.json, and its fingerprint.
 
 A prepared folder holds manifest.json, the tokenizer, and for train and validation a folder of MDS shards with
-index.json.
+index.json. Beside them may lie unpacked/ with what training has unpacked.
 """
 
 import json
@@ -15,6 +15,7 @@ from mesatron_data.records import PLACES_KEPT
 from mesatron_data.store import normal, read_bytes
 
 MANIFEST_FILE = "manifest.json"
+UNPACKED_FOLDER = "unpacked"
 FORMAT_VERSION = 1
 
 
@@ -105,6 +106,11 @@ class Manifest:
     def to_json(self) -> bytes:
         """Return the content of manifest.json."""
         return json.dumps(asdict(self), indent=2).encode() + b"\n"
+
+    @property
+    def unpacked_name(self) -> str:
+        """The folder of this content's unpacked shards among those of others."""
+        return self.fingerprint[:16]
 
     def content_fingerprint(self, indexes: dict[str, dict[str, Any]]) -> str:
         """Return the SHA-256 over everything that decides the samples, given each split's index.json.

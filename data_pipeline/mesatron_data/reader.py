@@ -13,7 +13,7 @@ import numpy as np
 
 from mesatron_data.cache import ShardCache
 from mesatron_data.errors import DataError
-from mesatron_data.manifest import load_manifest
+from mesatron_data.manifest import UNPACKED_FOLDER, load_manifest
 from mesatron_data.mds import shard_files
 from mesatron_data.pack import Sample
 from mesatron_data.records import SPLITS
@@ -24,7 +24,7 @@ class SampleReader:
     """One split of a prepared folder; any number of processes may have it open, with the same cache folder or not.
 
     folder             local path or URL
-    cache_folder       where unpacked shards are kept, needed for a URL; without it, beside the packed ones
+    cache_folder       where unpacked shards are kept, needed for a URL; without it, `unpacked` in the data folder
     cache_limit_bytes  that `cache_folder` may take; 0 for no limit
 
     Attributes: manifest, samples (how many), samples_per_shard and bytes_per_shard (unpacked) [shards] int64, cache.
@@ -48,8 +48,8 @@ class SampleReader:
         self.bytes_per_shard = np.array([shard["raw_data"]["bytes"] for shard in shards], np.int64)
         self.samples = int(self.samples_per_shard.sum())
         self._begins = [0, *self.samples_per_shard.cumsum().tolist()[:-1]]
-        name = f"{self.manifest.fingerprint[:16]}/{split}"
-        self.cache = ShardCache(f"{folder}/{split}", shards, cache_folder, name, cache_limit_bytes)
+        root, name = cache_folder or Path(folder, UNPACKED_FOLDER), f"{self.manifest.unpacked_name}/{split}"
+        self.cache = ShardCache(f"{folder}/{split}", shards, root, name, cache_limit_bytes)
 
     def read(self, sample_id: int) -> Sample:
         """Return one sample, fetching its shard if need be. Safe in threads. Raises DataError when the shard is

@@ -11,7 +11,7 @@ import zstandard
 
 from mesatron_data.errors import DataError
 from mesatron_data.files import cannot_read, sha256, write_atomically
-from mesatron_data.manifest import Manifest, load_manifest, read_file
+from mesatron_data.manifest import UNPACKED_FOLDER, Manifest, load_manifest, read_file
 from mesatron_data.mds import decode_shard, shard_files
 from mesatron_data.pack import padding
 from mesatron_data.records import SPLITS
@@ -36,7 +36,7 @@ def verify(folder: str | Path, contents: bool = True) -> Report:
     """Check that a prepared folder (local path or URL) is whole: fingerprint, tokenizer, each shard's size and SHA-1.
 
     With `contents`, shards are also unpacked: the SHA-1 of the unpacked bytes, sample counts, token ids and document
-    starts are checked. Unpacked copies that training left beside the shards are checked as well. Raises DataError
+    starts are checked. Copies that training has unpacked in the folder are checked as well. Raises DataError
     naming the first fault.
     """
     folder = normal(folder)
@@ -60,8 +60,9 @@ def verify(folder: str | Path, contents: bool = True) -> Report:
         for shard in index["shards"]:
             here = f"{folder}/{split}"
             packed = _read(here, shard["zip_data"])
-            if not is_remote(here) and Path(here, shard["raw_data"]["basename"]).exists():
-                _read(here, shard["raw_data"])
+            unpacked = f"{folder}/{UNPACKED_FOLDER}/{manifest.unpacked_name}/{split}"
+            if not is_remote(folder) and Path(unpacked, shard["raw_data"]["basename"]).exists():
+                _read(unpacked, shard["raw_data"])
             if contents:
                 _check_contents(here, shard, packed, manifest)
             shards += 1

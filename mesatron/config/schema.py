@@ -158,7 +158,7 @@ class DataConfig(Section):
     """Start every document with an empty mixer state instead of letting state flow across BOS."""
     cache_folder: Path | None = None
     """Where training keeps unpacked shards, one folder for any number of runs; needed where `folder` is a URL, and
-    without it they lie beside the packed ones."""
+    without it they lie in `unpacked` there."""
     cache_limit_bytes: NonNegativeInt = 0
     """Bytes that `cache_folder` may take; 0 for no limit. The least recently used shards go."""
     prefetch_batches: PositiveInt = 2

@@ -62,7 +62,7 @@ def ids(stream: TrainStream, steps: int) -> list[list[int]]:
 
 @pytest.fixture
 def copy(prepared: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(prepared, tmp_path / "data", ignore=shutil.ignore_patterns("*.mds"))
+    return shutil.copytree(prepared, tmp_path / "data", ignore=shutil.ignore_patterns("unpacked"))
 
 
 def test_a_killed_run_leaves_nothing_that_the_next_could_trip_over(copy: Path, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def open_folder() -> Iterator[Path]:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
 def test_two_users_read_the_same_folder(prepared: Path, open_folder: Path) -> None:
     """Each with a cache of its own; then the second from the first one's cache, which it may read but not write."""
-    data = shutil.copytree(prepared, open_folder / "data", ignore=shutil.ignore_patterns("*.mds"))
+    data = shutil.copytree(prepared, open_folder / "data", ignore=shutil.ignore_patterns("unpacked"))
     own, other = open_folder / "own", open_folder / "other"
     other.mkdir()
     os.chown(other, NOBODY, NOBODY)

@@ -116,7 +116,7 @@ def packed(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
-        if path.is_file() and path.suffix != ".mds"
+        if path.is_file() and folder / "unpacked" not in path.parents
     }
 
 

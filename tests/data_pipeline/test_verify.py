@@ -18,7 +18,7 @@ from mesatron_data.verify import VERIFIED_FILE, verify, verify_once
 
 @pytest.fixture
 def copy(prepared: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(prepared, tmp_path / "data", ignore=shutil.ignore_patterns("*.mds"))
+    return shutil.copytree(prepared, tmp_path / "data", ignore=shutil.ignore_patterns("unpacked"))
 
 
 def test_a_whole_folder(copy: Path) -> None:
@@ -56,6 +56,12 @@ def edit(path: Path, change: Callable[[dict], None]) -> None:  # type: ignore[ty
     path.write_text(json.dumps(value))
 
 
+def unpack_wrongly(folder: Path) -> None:
+    shards = folder / "unpacked" / load_manifest(str(folder)).unpacked_name / "train"
+    shards.mkdir(parents=True)
+    (shards / "shard.00001.mds").write_bytes(b"stale")
+
+
 @pytest.mark.parametrize("contents", [True, False])
 @pytest.mark.parametrize(
     ("harm", "message"),
@@ -72,7 +78,7 @@ def edit(path: Path, change: Callable[[dict], None]) -> None:  # type: ignore[ty
             lambda folder: (folder / "train/shard.00000.mds.zstd").write_bytes(b"abc"),
             r"shard.00000.mds.zstd has 3 bytes, expected \d+",
         ),
-        (lambda folder: (folder / "train/shard.00001.mds").write_bytes(b"stale"), r"train/shard.00001.mds has 5 bytes"),
+        (unpack_wrongly, r"unpacked/\w+/train/shard.00001.mds has 5 bytes"),
         (lambda folder: damage(folder / "tokenizer.model"), "is not the tokenizer the data were made with"),
         (
             lambda folder: edit(folder / "train/index.json", lambda index: index["shards"].pop()),

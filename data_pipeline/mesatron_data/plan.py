@@ -132,8 +132,8 @@ def existing(plan: Plan, overwrite: bool) -> Manifest | None:
         raise DataError(
             f"{output} was prepared from other input or settings: choose another output folder or ask to overwrite it."
         )
-    for split in SPLITS:
-        for shard in shard_files(output, split):
+    for split, shards in shard_files(output, manifest).items():
+        for shard in shards:
             name = f"{split}/{shard['zip_data']['basename']}"
             if files.get(name) != shard["zip_data"]["bytes"]:
                 raise DataError(

@@ -16,7 +16,6 @@ from mesatron_data.errors import DataError
 from mesatron_data.manifest import UNPACKED_FOLDER, load_manifest
 from mesatron_data.mds import shard_files
 from mesatron_data.pack import Sample
-from mesatron_data.records import SPLITS
 from mesatron_data.store import is_remote, normal
 
 
@@ -38,12 +37,7 @@ class SampleReader:
             what = f"{folder} is remote" if is_remote(folder) else "data.cache_limit_bytes is set"
             raise DataError(f"{what}: name a cache folder on this machine for its shards (data.cache_folder).")
         self.manifest = load_manifest(folder)
-        indexes = {name: {"shards": shard_files(folder, name)} for name in SPLITS}
-        if self.manifest.content_fingerprint(indexes) != self.manifest.fingerprint:
-            raise DataError(
-                f"The shards listed in {folder} are not those of its manifest: prepare again with --overwrite."
-            )
-        shards = indexes[split]["shards"]
+        shards = shard_files(folder, self.manifest)[split]
         self.samples_per_shard = np.array([shard["samples"] for shard in shards], np.int64)
         self.bytes_per_shard = np.array([shard["raw_data"]["bytes"] for shard in shards], np.int64)
         self.samples = int(self.samples_per_shard.sum())

@@ -15,7 +15,7 @@ from pathlib import Path
 from mesatron_data.choice import ChosenFile, Segment, survey
 from mesatron_data.duplicates import find_duplicates
 from mesatron_data.errors import DataError
-from mesatron_data.files import writing
+from mesatron_data.files import sha256, writing
 from mesatron_data.manifest import MANIFEST_FILE, Manifest, SplitCounts
 from mesatron_data.mds import INDEX_FILE, ShardJob, WrittenShard, index_of, write_shard
 from mesatron_data.pack import sample_count
@@ -114,7 +114,9 @@ def prepare(
             {split: {"shards": [written.shard for written in shards[split]]} for split in SPLITS}
         )
         _check_stored(plan, shards)
-        small = {f"{split}/{INDEX_FILE}": index_of([one.shard for one in shards[split]]) for split in SPLITS}
+        indexes = {split: index_of([one.shard for one in shards[split]]) for split in SPLITS}
+        manifest.index_sha256 = {split: sha256(index) for split, index in indexes.items()}
+        small = {f"{split}/{INDEX_FILE}": index for split, index in indexes.items()}
         small |= {plan.tokenizer.file: plan.tokenizer.model, MANIFEST_FILE: manifest.to_json()}
         put_in_place(plan, small)
         shutil.rmtree(plan.work)

@@ -14,7 +14,6 @@ from mesatron_data.files import cannot_read, sha256, write_atomically
 from mesatron_data.manifest import UNPACKED_FOLDER, Manifest, load_manifest, read_file
 from mesatron_data.mds import decode_shard, shard_files
 from mesatron_data.pack import padding
-from mesatron_data.records import SPLITS
 from mesatron_data.store import is_remote, normal, read_bytes
 
 VERIFIED_FILE = "verified.json"
@@ -41,23 +40,20 @@ def verify(folder: str | Path, contents: bool = True) -> Report:
     """
     folder = normal(folder)
     manifest = load_manifest(folder)
-    indexes = {split: {"shards": shard_files(folder, split)} for split in SPLITS}
-    if manifest.content_fingerprint(indexes) != manifest.fingerprint:
-        raise DataError(f"The shards listed in {folder} are not those of its manifest: prepare again with --overwrite.")
+    listed = shard_files(folder, manifest)
     if sha256(read_file(folder, manifest.tokenizer_file)) != manifest.tokenizer_sha256:
         raise DataError(
             f"{folder}/{manifest.tokenizer_file} is not the tokenizer the data were made with: restore it or prepare "
             "again with --overwrite."
         )
     shards = samples = size = 0
-    for split, index in indexes.items():
-        listed = sum(shard["samples"] for shard in index["shards"])
-        if listed != manifest.splits[split].samples:
+    for split, described in listed.items():
+        found, expected = sum(shard["samples"] for shard in described), manifest.splits[split].samples
+        if found != expected:
             raise DataError(
-                f"{folder}/{split} lists {listed} samples, but the manifest "
-                f"{manifest.splits[split].samples}: prepare again with --overwrite."
+                f"{folder}/{split} lists {found} samples, but the manifest {expected}: prepare again with --overwrite."
             )
-        for shard in index["shards"]:
+        for shard in described:
             here = f"{folder}/{split}"
             packed = _read(here, shard["zip_data"])
             unpacked = f"{folder}/{UNPACKED_FOLDER}/{manifest.unpacked_name}/{split}"

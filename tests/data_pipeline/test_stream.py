@@ -308,7 +308,7 @@ def test_an_index_of_other_shards_is_refused(copy: Path) -> None:
     index = json.loads((copy / "train/index.json").read_text())
     del index["shards"][-1]
     (copy / "train/index.json").write_text(json.dumps(index))
-    with pytest.raises(DataError, match="are not those of its manifest"):
+    with pytest.raises(DataError, match="is not that of its manifest"):
         TrainStream(str(copy), 4)
 
 

@@ -23,6 +23,7 @@ from mesatron_data.plan import Options, Plan, clear, existing, locked, make_plan
 from mesatron_data.records import SPLITS, check_skipped, check_truncated
 from mesatron_data.store import is_remote, list_sizes
 from mesatron_data.tokens import TokenJob, find, read_tables, tokenize
+from mesatron_data.verify import note_sound
 from mesatron_data.workers import Workers, open_workers
 
 
@@ -119,6 +120,7 @@ def prepare(
         small = {f"{split}/{INDEX_FILE}": index for split, index in indexes.items()}
         small |= {plan.tokenizer.file: plan.tokenizer.model, MANIFEST_FILE: manifest.to_json()}
         put_in_place(plan, small)
+        note_sound(plan.output)
         shutil.rmtree(plan.work)
     return Prepared(manifest, reused=False)
 

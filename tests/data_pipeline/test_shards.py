@@ -23,17 +23,18 @@ from mesatron_data.mds import read_samples
 from mesatron_data.shards import Progress, prepare, tokenize_share
 from mesatron_data.tokenizer import Tokenizer
 from mesatron_data.tokenizer_training import train_tokenizer
+from mesatron_data.verify import VERIFIED_FILE
 
 CONTEXT_LENGTH = 16
 SHARD_BYTES = 3000
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    """What was prepared there, by hash; without what streams have unpacked."""
+    """What was prepared there, by hash; without what streams have unpacked and the note of times."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and folder / "unpacked" not in path.parents
+        if path.is_file() and folder / "unpacked" not in path.parents and path.name != VERIFIED_FILE
     }
 
 

@@ -22,7 +22,7 @@ from mesatron_data.plan import Options
 from mesatron_data.shards import prepare, tokenize_share
 from mesatron_data.store import list_sizes
 from mesatron_data.stream import TrainStream, ValidationSet, working_set
-from mesatron_data.verify import verify
+from mesatron_data.verify import VERIFIED_FILE, verify
 from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
@@ -116,7 +116,7 @@ def packed(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
-        if path.is_file() and folder / "unpacked" not in path.parents
+        if path.is_file() and folder / "unpacked" not in path.parents and path.name != VERIFIED_FILE
     }
 
 

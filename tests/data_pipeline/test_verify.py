@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -28,21 +29,55 @@ def test_a_whole_folder(copy: Path) -> None:
     assert report.shards == len(shards) > 3
     assert report.bytes == sum(shard.stat().st_size for shard in shards)
     assert report.samples == sum(split.samples for split in report.manifest.splits.values())
-    assert verify(copy, contents=False).samples == report.samples
 
 
-def test_verifying_once(copy: Path) -> None:
-    """Files that stay as they were are not read again; a changed one is."""
+def test_shards_that_stay_as_they_were_are_not_read_again(copy: Path) -> None:
+    """A changed one is, as are all of a copy; preparing and a full verification note all, other files do not matter."""
+    shards, read = len(list(copy.rglob("*.zstd"))), Counter[str]()
+    verify_once(copy, lambda: read.update(["copied"]))
+    verify_once(copy, lambda: read.update(["known"]))
+    (copy / "notes.txt").write_text("mine")
+    (copy / "train/notes.zstd").write_text("mine")
+    verify_once(copy, lambda: read.update(["beside other files"]))
+    next(copy.rglob("shard*.zstd")).touch()
+    verify_once(copy, lambda: read.update(["touched"]))
+    (copy / VERIFIED_FILE).unlink()
+    verify(copy)
+    verify_once(copy, lambda: read.update(["verified"]))
+    (copy / VERIFIED_FILE).write_text("[]")
+    verify_once(copy, lambda: read.update(["without a note"]))
+    assert read == {"copied": shards, "touched": 1, "without a note": shards}
+
+
+def test_what_was_just_prepared_is_not_read_again(prepare_texts: Callable[..., Path]) -> None:
+    folder, read = prepare_texts(["of and to in a is that"] * 20), Counter[str]()
+    verify_once(folder, lambda: read.update(["prepared"]))
+    assert not read
+
+
+def test_a_killed_verification_is_gone_on_with(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesatron_data.verify.NOTE_SECONDS", 0)
+    shards, read = len(list(copy.rglob("*.zstd"))), Counter[str]()
+
+    def read_until_killed() -> None:
+        read.update(["first"])
+        if read["first"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        verify_once(copy, read_until_killed)
+    verify_once(copy, lambda: read.update(["then"]))
+    assert read == {"first": 3, "then": shards - 2}
+
+
+def test_damage_is_found_whenever_it_comes(copy: Path) -> None:
     verify_once(copy)
-    note = copy / VERIFIED_FILE
-    before = note.read_bytes()
-    verify_once(copy)
-    assert note.read_bytes() == before
+    before = (copy / VERIFIED_FILE).read_bytes()
     damage(next(copy.rglob("*.zstd")))
     for _ in range(2):
         with pytest.raises(DataError, match="is damaged"):
             verify_once(copy)
-    assert note.read_bytes() == before
+    assert (copy / VERIFIED_FILE).read_bytes() == before
 
 
 def damage(path: Path) -> None:
@@ -62,13 +97,7 @@ def make_older(folder: Path) -> None:
     edit(folder / "manifest.json", lambda manifest: [manifest.pop(name) for name in ("sha256", "index_sha256")])
 
 
-def unpack_wrongly(folder: Path) -> None:
-    shards = folder / "unpacked" / load_manifest(str(folder)).unpacked_name / "train"
-    shards.mkdir(parents=True)
-    (shards / "shard.00001.mds").write_bytes(b"stale")
-
-
-@pytest.mark.parametrize("contents", [True, False])
+@pytest.mark.parametrize("check", [verify, verify_once])
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
@@ -84,7 +113,6 @@ def unpack_wrongly(folder: Path) -> None:
             lambda folder: (folder / "train/shard.00000.mds.zstd").write_bytes(b"abc"),
             r"shard.00000.mds.zstd has 3 bytes, expected \d+",
         ),
-        (unpack_wrongly, r"unpacked/\w+/train/shard.00001.mds has 5 bytes"),
         (lambda folder: damage(folder / "tokenizer.model"), "is not the tokenizer the data were made with"),
         (
             lambda folder: edit(folder / "train/index.json", lambda index: index["shards"].pop()),
@@ -98,10 +126,20 @@ def unpack_wrongly(folder: Path) -> None:
         (lambda folder: (folder / "manifest.json").unlink(), "No manifest.json"),
     ],
 )
-def test_each_damage_is_named(copy: Path, harm: Callable[[Path], None], message: str, contents: bool) -> None:
+def test_each_damage_is_named(
+    copy: Path, harm: Callable[[Path], None], message: str, check: Callable[[Path], object]
+) -> None:
     harm(copy)
     with pytest.raises(DataError, match=message):
-        verify(copy, contents=contents)
+        check(copy)
+
+
+def test_a_damaged_unpacked_shard_is_named(copy: Path) -> None:
+    shards = copy / "unpacked" / load_manifest(str(copy)).unpacked_name / "train"
+    shards.mkdir(parents=True)
+    (shards / "shard.00001.mds").write_bytes(b"stale")
+    with pytest.raises(DataError, match=r"unpacked/\w+/train/shard.00001.mds has 5 bytes"):
+        verify(copy)
 
 
 @pytest.mark.parametrize(
@@ -121,10 +159,10 @@ def test_damage_to_a_folder_of_an_older_version(
     copy: Path, name: str, change: Callable[[dict], object], message: str  # type: ignore[type-arg]
 ) -> None:  # fmt: skip
     make_older(copy)
-    assert verify(copy, contents=False).samples
+    assert verify(copy).samples
     edit(copy / name, change)
     with pytest.raises(DataError, match=message):
-        verify(copy, contents=False)
+        verify(copy)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "train/index.json", "validation/index.json"])

@@ -18,7 +18,7 @@ from typing import Any
 import zstandard
 
 from mesatron_data.errors import DataError, DiskFullError
-from mesatron_data.files import cannot_read, disk_full
+from mesatron_data.files import cannot_read, disk_full, open_lock
 from mesatron_data.mosaic import streaming
 from mesatron_data.store import read_bytes
 
@@ -192,10 +192,7 @@ class ShardCache:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock on a file, which is made where there is none."""
-    try:
-        lock = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        lock = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+    lock = open_lock(path)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

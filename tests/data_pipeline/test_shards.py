@@ -98,6 +98,14 @@ def test_the_same_input_gives_the_same_bytes(
     assert tokenize_share(*paths, 0, 3, shard_bytes=SHARD_BYTES) == 0
 
 
+@pytest.mark.usefixtures("locks_of_nfs")
+def test_preparing_on_nfs(records: Path, tokenizer_path: Path, tmp_path: Path) -> None:
+    paths = (str(records), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH)
+    tokenize_share(*paths, 0, 1)
+    assert prepare(*paths, merge_only=True).manifest.splits["train"].documents == 323
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_merging_needs_every_task(records: Path, tokenizer_path: Path, tmp_path: Path) -> None:
     paths = (str(records), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH)
     tokenize_share(*paths, 0, 2)

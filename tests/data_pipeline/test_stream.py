@@ -312,6 +312,14 @@ def test_an_index_of_other_shards_is_refused(copy: Path) -> None:
         TrainStream(str(copy), 4)
 
 
+@pytest.mark.usefixtures("locks_of_nfs")
+@pytest.mark.parametrize("limit_bytes", [0, 1 << 20])
+def test_shards_are_unpacked_on_nfs(copy: Path, plain: list[list[int]], tmp_path: Path, limit_bytes: int) -> None:
+    cache = tmp_path / "cache" if limit_bytes else None
+    with opened(copy, cache_folder=cache, cache_limit_bytes=limit_bytes) as stream:
+        assert ids(stream, len(plain)) == plain
+
+
 def test_a_run_whose_data_are_prepared_anew_ends(
     copy: Path, records: Path, tokenizer_path: Path, tmp_path: Path
 ) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 import zstandard
 
-from mesatron_data.errors import DataError, DiskFullError
-from mesatron_data.files import cannot_read, disk_full, open_lock
+from mesatron_data.errors import DataError, DiskFullError, StorageError
+from mesatron_data.files import cannot_read, disk_full, open_lock, storage_failed
 from mesatron_data.mosaic import streaming
 from mesatron_data.store import read_bytes
 
@@ -50,7 +50,8 @@ class ShardCache:
         self._root = cache_folder.absolute()
         self._folder = self._root / name
         self._limit_bytes = limit_bytes
-        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._writing():
+            self._folder.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
         self._readers = [streaming.base.format.reader_from_json(str(self._folder), "", shard) for shard in shards]
         self._checked: set[int] = set()
@@ -63,8 +64,8 @@ class ShardCache:
         """Return the sample at a place of a shard as it was written.
 
         Raises DataError when the shard is missing or, after a second try, damaged, when the limit makes readers
-        remove each other's shards and when the data were replaced; StorageError when the second try cannot read it
-        either; DiskFullError without space.
+        remove each other's shards, when the data were replaced and when the folder may not be written; StorageError
+        when the second try cannot read it either; DiskFullError without space.
         """
         for _ in range(ATTEMPTS):
             try:
@@ -86,9 +87,10 @@ class ShardCache:
                     f"{self._folder} was removed while a run read from it: its data were prepared anew, or the folder "
                     "was cleared; start the run again on the data that it began with."
                 )
-            with _locked(self._lock_file(shard)):
-                if not self._sound(shard):
-                    self._fetch(shard)
+            if not self._sound(shard):
+                with self._writing(shard), _locked(self._root / f".lock-{shard % LOCKS}"):
+                    if not self._sound(shard):
+                        self._fetch(shard)
             self._checked.add(shard)
         now = time.monotonic()
         if self._limit_bytes and now > self._touched.get(shard, 0.0) + TOUCH_SECONDS:
@@ -116,11 +118,6 @@ class ShardCache:
             raise
         except FAULTS as error:
             packed = self._shards[shard]["zip_data"]["basename"]
-            if disk_full(error):
-                raise DiskFullError(
-                    f"No space left to unpack shard {packed} into {self._folder}: free some, or use another "
-                    "cache folder."
-                ) from error
             if isinstance(error, OSError):
                 raise cannot_read(f"shard {packed} of {self._source}", error, PREPARE_AGAIN) from error
             raise DataError(
@@ -140,14 +137,15 @@ class ShardCache:
         raw = self._raw(shard)
         _check_hash(str(raw), content, info["raw_data"]["hashes"][HASH])
         partial = raw.with_name(f".{raw.name}.{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}")
-        try:
-            self._begin(partial, len(content))
-            # Without cutting it to nothing first: the limit counts its size.
-            with open(os.open(partial, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
-                file.write(content)
-            partial.replace(raw)
-        finally:
-            partial.unlink(missing_ok=True)
+        with self._writing(shard):
+            try:
+                self._begin(partial, len(content))
+                # Without cutting it to nothing first: the limit counts its size.
+                with open(os.open(partial, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
+                    file.write(content)
+                partial.replace(raw)
+            finally:
+                partial.unlink(missing_ok=True)
 
     def _remove_leftovers(self) -> None:
         """Remove what killed processes have left half unpacked: at once if they ran here, after a day if elsewhere."""
@@ -184,9 +182,26 @@ class ShardCache:
     def _raw(self, shard: int) -> Path:
         return self._folder / self._shards[shard]["raw_data"]["basename"]
 
-    def _lock_file(self, shard: int) -> Path:
-        """What to lock while a shard is fetched, one of a few files."""
-        return self._root / f".lock-{shard % LOCKS}"
+    @contextmanager
+    def _writing(self, shard: int | None = None) -> Iterator[None]:
+        """Turn an operating system error in the folder of unpacked shards into one sentence."""
+        try:
+            yield
+        except OSError as error:
+            what = "shards" if shard is None else f"shard {self._shards[shard]['zip_data']['basename']}"
+            where = f"{what} into {self._folder}"
+            if disk_full(error):
+                raise DiskFullError(
+                    f"No space left to unpack {where}: free some, or name another folder in data.cache_folder."
+                ) from error
+            reason = error.strerror or error
+            if storage_failed(error):
+                raise StorageError(
+                    f"Cannot unpack {where}: {reason}; start the same command again once its storage answers."
+                ) from error
+            raise DataError(
+                f"Cannot unpack {where}: {reason}; name a folder that can be written to in data.cache_folder."
+            ) from error
 
 
 @contextmanager

@@ -47,7 +47,7 @@ Inputs = Annotated[Keys, typer.Option(help="Keys; lowrank ones move slowly, iden
 Gamma = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Of every token; else sigmoid(normal + 4).")]
 Lambda = Annotated[float, typer.Option("--lambda", min=1e-6)]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all figures there too.")]
-Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="Also fla-core where it is installed, and SDPA.")]
+Peers = Annotated[bool, typer.Option("--peers/--no-peers", help="Also fla-core, if installed, and SDPA for sequences.")]
 WithTorch = Annotated[bool, typer.Option("--torch", help="Also the torch implementation; on a CPU it is always there.")]
 
 DTYPES = {Dtype.bf16: "bfloat16", Dtype.fp16: "float16", Dtype.fp32: "float32"}

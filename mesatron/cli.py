@@ -149,6 +149,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     solver_steps: Annotated[int | None, typer.Option(min=1, help="Most conjugate gradient steps.")] = None,
     solver_tolerance: Annotated[float | None, typer.Option(min=0.0, help="Relative residual to stop at.")] = None,
+    data: Annotated[str | None, typer.Option(help="Shards with its tokenizer; its own by default.")] = None,
 ) -> None:
     """Continue a prompt, in constant memory per token unless a mixer is `transformer`."""
     import torch
@@ -159,8 +160,9 @@ def generate(
 
     solver = {"solver_steps": solver_steps, "solver_tolerance": solver_tolerance}
     trained = load_model(path, {key: value for key, value in solver.items() if value is not None})
-    tokenizer = Tokenizer.of_prepared(trained.config.data.folder)
-    trained.check_tokenizer(tokenizer.sha256, trained.config.data.folder)
+    folder = data or trained.config.data.folder
+    tokenizer = Tokenizer.of_prepared(folder)
+    trained.check_tokenizer(tokenizer.sha256, folder)
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
     shown = tokenizer.decode(ids)
     typer.echo(shown, nl=False)

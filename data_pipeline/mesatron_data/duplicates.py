@@ -4,6 +4,7 @@ Hashes are dealt into partition files by their first bits; each partition is sor
 590 million (all of SlimPajama) share a hash with a probability of one percent.
 """
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def find_duplicates(hashes: Iterable[NDArray[np.uint64]], documents: int, folder
                     file.write(mine.tobytes())
     result = folder / "repeated"
     with result.open("wb") as file:
-        file.truncate(documents)
+        if documents:  # all of its space at once: a full disk would be a SIGBUS to who writes through the map
+            os.posix_fallocate(file.fileno(), 0, documents)
     repeated = np.memmap(result, np.uint8, "r+", shape=(documents,)) if documents else np.empty(0, np.uint8)
     for partition in partitions:
         entries = np.fromfile(partition, ENTRY)

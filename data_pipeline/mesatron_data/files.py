@@ -3,12 +3,14 @@
 import errno
 import hashlib
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from mesatron_data.errors import DataError, DiskFullError, StorageError
 
+PARTIAL_SUFFIX = ".partial"
 FOR_A_PERSON = {
     errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EROFS, errno.ELOOP, errno.ENAMETOOLONG,
     errno.EEXIST, errno.ENOTEMPTY, errno.ENXIO, errno.ENODEV, errno.EXDEV, errno.EINVAL, errno.ENOSYS,
@@ -57,7 +59,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write `data` under a temporary name, flush it to the disk and rename it to `path`."""
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = partial_path(path)
     try:
         temporary.write_bytes(data)
         sync(temporary)
@@ -65,6 +67,22 @@ def write_atomically(path: Path, data: bytes) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync(path.parent)
+
+
+def partial_path(path: Path) -> Path:
+    """Return the name under which this thread is to write what becomes `path`: others may be at the same file."""
+    writer = f"{threading.get_native_id()}.{os.getpid()}@{os.uname().nodename}"
+    return path.with_name(f".{path.name}.{writer}{PARTIAL_SUFFIX}")
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove what processes of this machine that are no more had begun under a `partial_path`."""
+    end = f"@{os.uname().nodename}{PARTIAL_SUFFIX}"
+    for place, _, names in os.walk(folder):  # goes on where a folder is removed meanwhile
+        for name in names:
+            process = name.removesuffix(end).rpartition(".")[2]
+            if name.endswith(end) and not Path("/proc", process).exists():
+                Path(place, name).unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from mesatron_data.mds import read_samples
 from mesatron_data.pack import Sample, padding
 from mesatron_data.tokenizer import Tokenizer
 
-TOKENS_SAMPLES = 10_000
+MOST_SAMPLES, MOST_SHARDS = 10_000, 64
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,8 @@ class Piece:
 class Inspection:
     """manifest: counts per split and source, document lengths, skipped records, what packing lost.
 
-    The rest is of the first TOKENS_SAMPLES training samples:
+    The rest is of MOST_SAMPLES training samples at most, evenly spread over MOST_SHARDS shards at most, for those of a
+    source may lie together:
 
     frequent_tokens  most frequent tokens: how written, share of all
     token_counts     how often each token that occurs does, falling
@@ -48,14 +48,14 @@ class Inspection:
 
 
 def inspect(folder: str | Path, samples: int = 3, tokens: int = 20) -> Inspection:
-    """Read the manifest, count tokens and decode the first `samples` training samples. Raises DataError for a damaged
+    """Read the manifest, count tokens and decode `samples` of the training samples. Raises DataError for a damaged
     folder."""
     manifest = load_manifest(str(folder))
     tokenizer = Tokenizer.of_prepared(str(folder))
     counts = np.zeros(manifest.vocabulary_size, np.int64)
     shown: list[list[Piece]] = []
     pieces: Counter[int] = Counter()
-    for sample in islice(read_samples(folder, "train"), TOKENS_SAMPLES):
+    for sample in read_samples(folder, "train", MOST_SAMPLES, MOST_SHARDS):
         counts += np.bincount(sample.tokens[1:], minlength=manifest.vocabulary_size)
         pieces[len(sample.document_starts)] += 1
         if len(shown) < samples:

@@ -17,6 +17,8 @@ from mesatron_data.store import normal, read_bytes
 MANIFEST_FILE = "manifest.json"
 UNPACKED_FOLDER = "unpacked"
 FORMAT_VERSION = 1
+MAX_SOURCES = 1 << 15
+"""Source numbers are int16 in a batch."""
 
 
 @dataclass
@@ -192,6 +194,15 @@ def load_manifest(folder: str) -> Manifest:
         return Manifest(**value | {"splits": splits})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f"{folder}/{MANIFEST_FILE} is damaged ({error}): prepare again with --overwrite.") from error
+
+
+def check_sources(number: int, where: str) -> None:
+    """Raise DataError for more sources than there are numbers for."""
+    if number > MAX_SOURCES:
+        raise DataError(
+            f"The records of {where} name more than {MAX_SOURCES:,} sources (meta.redpajama_set_name): give them fewer "
+            "names."
+        )
 
 
 def _hash(content: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,20 @@ def columns(token_dtype: str, context_length: int) -> dict[str, str]:
 
 
 def write_shard(job: ShardJob) -> WrittenShard | None:
-    """Write a shard unless its note says that it is written; None when no document begins where it would be."""
+    """Write a shard unless its note says that it is written; None when no document begins where it would be.
+
+    A note outlives its shard where the shards have been given the name of the output and the folder of notes was still
+    to be removed, so a local shard is looked for; a store's are, all at once, before the manifest is written.
+    """
     from mesatron_data.mosaic import streaming
 
     note = job.notes / f"{job.number:05}.json"
     if note.exists():
-        return WrittenShard(**json.loads(note.read_bytes()))
+        known = WrittenShard(**json.loads(note.read_bytes()))
+        stored = known.shard["zip_data"]
+        place = Path(job.folder, stored["basename"])
+        if is_remote(job.folder) or (place.exists() and place.stat().st_size == stored["bytes"]):
+            return known
     documents = read_chosen(job.segments)
     if not len(documents.tokens):
         return None
@@ -92,12 +101,12 @@ def write_shard(job: ShardJob) -> WrittenShard | None:
     written = work / shard["zip_data"]["basename"]
     for part in ("raw_data", "zip_data"):
         shard[part]["basename"] = shard[part]["basename"].replace("00000", f"{job.number:05}")
-    place = f"{job.folder}/{shard['zip_data']['basename']}"
+    name = shard["zip_data"]["basename"]
     if is_remote(job.folder):
-        upload(written, place)
+        upload(written, f"{job.folder}/{name}")
     else:
         sync(written)
-        written.replace(place)
+        written.replace(Path(job.folder, name))
         sync(Path(job.folder))
     result = WrittenShard(dict(shard), padding_tokens, cuts)
     write_atomically(note, json.dumps(asdict(result)).encode())
@@ -154,21 +163,29 @@ def _is_ours(shard: Any, manifest: Manifest) -> bool:
         return False
 
 
-def decode_shard(shard: dict[str, Any], raw: bytes) -> Iterator[Sample]:
-    """Yield the samples of one shard, given its description and its uncompressed bytes."""
+def decode_shard(shard: dict[str, Any], raw: bytes, first: int = 0, step: int = 1) -> Iterator[Sample]:
+    """Yield the samples of one shard, given its description and its uncompressed bytes; from sample `first` on every
+    `step`-th."""
     import numpy as np
 
     from mesatron_data.mosaic import streaming
 
     reader = streaming.base.format.reader_from_json("", "", shard)
     offsets = np.frombuffer(raw, np.uint32, count=shard["samples"] + 1, offset=4)
-    for begin, end in itertools.pairwise(offsets):
+    for begin, end in itertools.islice(itertools.pairwise(offsets), first, None, step):
         yield Sample(**reader.decode_sample(raw[begin:end]))
 
 
-def read_samples(folder: str | Path, split: str) -> Iterator[Sample]:
-    """Yield every stored sample of a prepared folder (local path or URL) in order."""
-    for shard in shard_files(folder, load_manifest(str(folder)))[split]:
+def read_samples(
+    folder: str | Path, split: str, most_samples: float = inf, most_shards: float = inf
+) -> Iterator[Sample]:
+    """Yield the stored samples of a prepared folder (local path or URL) in order: every one, or no more than
+    `most_samples`, evenly spread over no more than `most_shards`, which are evenly spread too."""
+    shards = shard_files(folder, load_manifest(str(folder)))[split]
+    shards = shards[:: max(1, ceil(len(shards) / most_shards))]
+    step = max(1, ceil(sum(shard["samples"] for shard in shards) / most_samples))
+    position = 0
+    for shard in shards:
         path = f"{normal(folder)}/{split}/{shard['zip_data']['basename']}"
         try:
             raw = zstandard.ZstdDecompressor().decompress(read_bytes(path), shard["raw_data"]["bytes"])
@@ -177,4 +194,5 @@ def read_samples(folder: str | Path, split: str) -> Iterator[Sample]:
                 f"Shard {path} cannot be read ({' '.join(str(error).split())}): restore it or prepare again with "
                 "--overwrite."
             ) from error
-        yield from decode_shard(shard, raw)
+        yield from decode_shard(shard, raw, -position % step, step)
+        position += shard["samples"]

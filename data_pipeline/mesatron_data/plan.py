@@ -3,7 +3,8 @@
 Unfinished work lies in a hidden sibling of the output folder, which keeps what is finished when a run is killed; for an
 object store it lies in the folder for token files instead:
 
-    .OUTPUT.partial/tokens/        token files, by name of the file of records, unless they have a folder of their own
+    .OUTPUT.partial/tokens/        token files, by name of the file of records, unless they have a folder of their own:
+                                   there by tokenizer and input folder, for other preparations may be at theirs
     .OUTPUT.partial/REQUEST/notes  descriptions of finished shards
     .OUTPUT.partial/REQUEST/data   what becomes OUTPUT
     .OUTPUT.partial.lock           locked by those who work there; NFS has no locks of folders
@@ -21,13 +22,13 @@ import numpy as np
 
 from mesatron_data.choice import Cleaning
 from mesatron_data.errors import DataError
-from mesatron_data.files import open_lock, sha256, sync
+from mesatron_data.files import PARTIAL_SUFFIX, open_lock, remove_partial, sha256, sync
 from mesatron_data.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest, load_manifest
 from mesatron_data.mds import shard_files
 from mesatron_data.records import SPLITS, list_files
 from mesatron_data.store import is_remote, list_sizes, normal, remove, write_bytes
 from mesatron_data.tokenizer import Tokenizer
-from mesatron_data.tokens import PARTIAL_SUFFIX, TokenJob, remove_partial
+from mesatron_data.tokens import TokenJob
 
 PACKINGS = ("concatenate", "best_fit")
 UNFINISHED_FILE = "unfinished.json"
@@ -86,11 +87,14 @@ def make_plan(
             raise DataError(f"{output} is remote: name a folder on this machine for the work (data.token_folder).")
         beside = options.token_folder.absolute() / output.partition("://")[2].replace("/", "-")
     else:
-        beside = Path(output).absolute()
-        output = str(beside)
+        output = os.path.realpath(output)  # of a link it is the folder that is replaced, on its own file system
+        beside = Path(output)
     work = beside.with_name(f".{beside.name}.partial")
     tokenizer = Tokenizer.load(tokenizer_path)
-    tokens = options.token_folder.absolute() / tokenizer.sha256[:16] if options.token_folder else work / "tokens"
+    tokens = work / "tokens"
+    if options.token_folder:
+        corpus = normal(input_folder) if is_remote(input_folder) else os.path.abspath(normal(input_folder))
+        tokens = options.token_folder.absolute() / tokenizer.sha256[:16] / sha256(corpus.encode())[:16]
     dtype = "uint16" if tokenizer.vocabulary_size <= 1 << 16 else "uint32"
     if context_length < 1:
         raise DataError(f"context_length is {context_length}: give at least 1 token.")

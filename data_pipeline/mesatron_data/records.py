@@ -20,24 +20,28 @@ could be read and those it has, and what came before is used only where that is 
 
 import gzip
 import json
+import os
 import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import fsspec
 import zstandard
 
 from mesatron_data.errors import DataError
 from mesatron_data.files import cannot_read
-from mesatron_data.store import reaching
+from mesatron_data.store import is_remote, reaching
 
 SPLITS = ("train", "validation")
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 UNKNOWN_SOURCE = "unknown"
 BLOCK_BYTES = 1 << 20
 PLACES_KEPT = 5
+MAX_WINDOW_BYTES = 1 << 31
+"""Of zstandard frames, as of `zstd --long=31`; the library by itself takes no more than 128 MiB."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -93,7 +97,8 @@ class _Truncated(DataError):
 def list_files(folder: str, split: str) -> list[InputFile]:
     """Return the record files under `folder`/`split`, sorted by name; `folder` is a local path or an fsspec URL.
 
-    Raises DataError when the folder is missing or holds no record file.
+    Links to folders and files count as what they name. Raises DataError when the folder is missing, cannot be read or
+    holds no record file, and for a link that leads nowhere or in a circle.
     """
     with reaching(folder):
         system, root = fsspec.core.url_to_fs(folder)
@@ -103,7 +108,7 @@ def list_files(folder: str, split: str) -> list[InputFile]:
                 f"No folder {folder}/{split}: the input folder must hold train/ and validation/ with "
                 f"{', '.join(SUFFIXES)} files."
             )
-        found = sorted(system.find(base, detail=True).items())
+        found = system.find(base, detail=True) if is_remote(folder) else dict(_local_files(base, frozenset()))
     files = [
         InputFile(
             url=system.unstrip_protocol(path),
@@ -111,12 +116,29 @@ def list_files(folder: str, split: str) -> list[InputFile]:
             bytes=info["size"],
             modified=str(info.get("mtime") or info.get("LastModified") or info.get("created") or ""),
         )
-        for path, info in found
+        for path, info in sorted(found.items())
         if path.endswith(SUFFIXES)
     ]
     if not files:
         raise DataError(f"No {', '.join(SUFFIXES)} file in {folder}/{split}: put the text records there.")
     return files
+
+
+def _local_files(folder: str, above: frozenset[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what fsspec's find gives of a local folder that lies in the real folders `above`, through links to folders
+    too: find takes those for files, and leaves out without a word what it may not read."""
+    real = os.path.realpath(folder)
+    if real in above:
+        raise DataError(f"{folder} is a link to a folder that it lies in: remove the link.")
+    try:
+        for entry in os.scandir(folder):
+            status = entry.stat()
+            if entry.is_dir():
+                yield from _local_files(entry.path, above | {real})
+            else:
+                yield entry.path, {"size": status.st_size, "mtime": status.st_mtime}
+    except OSError as error:
+        raise cannot_read(error.filename, error, "check the path and its permissions") from error
 
 
 def read_documents(file: InputFile, counts: Counts) -> Iterator[Document]:
@@ -214,6 +236,8 @@ def _lines(file: InputFile) -> Iterator[bytes]:
 
 def _blocks(file: InputFile) -> Iterator[bytes]:
     """Yield the decompressed bytes, raising _Truncated where the compressed data end early."""
+    if not file.bytes and not file.name.endswith(".jsonl"):
+        raise _Truncated(0)  # compressed, even nothing takes some bytes
     with reaching(file.url), fsspec.open(file.url, "rb") as stream:
         if file.name.endswith(".zst"):
             yield from _zstd_blocks(stream)
@@ -236,7 +260,7 @@ def _zstd_blocks(stream) -> Iterator[bytes]:  # type: ignore[no-untyped-def]
     try:
         while data := stream.read(BLOCK_BYTES):
             while data:
-                unpacker = unpacker or zstandard.ZstdDecompressor().decompressobj()
+                unpacker = unpacker or zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj()
                 yield unpacker.decompress(data)
                 data = b""
                 if unpacker.eof:

@@ -16,7 +16,7 @@ from mesatron_data.choice import ChosenFile, Segment, survey
 from mesatron_data.duplicates import find_duplicates
 from mesatron_data.errors import DataError
 from mesatron_data.files import sha256, writing
-from mesatron_data.manifest import MANIFEST_FILE, Manifest, SplitCounts
+from mesatron_data.manifest import MANIFEST_FILE, Manifest, SplitCounts, check_sources
 from mesatron_data.mds import INDEX_FILE, ShardJob, WrittenShard, index_of, write_shard
 from mesatron_data.pack import sample_count
 from mesatron_data.plan import Options, Plan, clear, existing, locked, make_plan, put_in_place
@@ -207,8 +207,8 @@ def _choose(pool: Workers, plan: Plan, counts: list[SplitCounts], manifest: Mani
     for job, file, result in zip(plan.jobs, files, surveys, strict=True):
         chosen[job.split].append((file, result))
         manifest.splits[job.split].add(result)
-    for split in manifest.splits.values():
-        manifest.sources += [source for source in split.sources if source not in manifest.sources]
+    manifest.sources = list(dict.fromkeys(source for split in manifest.splits.values() for source in split.sources))
+    check_sources(len(manifest.sources), "all files together")
     return chosen
 
 
@@ -303,14 +303,12 @@ def _check_samples(manifest: Manifest, split: str) -> None:
 
 
 def _check_stored(plan: Plan, shards: dict[str, list[WrittenShard]]) -> None:
-    """Before a manifest vouches for them: see that a store has all shards, for their notes may be of an earlier run."""
-    if not is_remote(plan.output):
-        return
-    sizes = list_sizes(plan.output)
+    """Before a manifest vouches for them: see that all shards are there, for their notes may be of an earlier run."""
+    sizes = list_sizes(plan.folder)
     for split, written in shards.items():
         for shard in (one.shard["zip_data"] for one in written):
             if sizes.get(f"{split}/{shard['basename']}") != shard["bytes"]:
                 raise DataError(
-                    f"{plan.output}/{split}/{shard['basename']} is no longer what was stored there: remove {plan.work} "
+                    f"{plan.folder}/{split}/{shard['basename']} is no longer what was stored there: remove {plan.work} "
                     "and start again."
                 )

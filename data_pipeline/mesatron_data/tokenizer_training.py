@@ -16,7 +16,7 @@ from pathlib import Path
 import sentencepiece
 
 from mesatron_data.errors import DataError
-from mesatron_data.files import sha256, write_atomically, writing
+from mesatron_data.files import remove_partial, sha256, write_atomically, writing
 from mesatron_data.records import Counts, check_skipped, check_truncated, list_files, read_documents
 from mesatron_data.tokenizer import INFO_FILE, MODEL_FILE, Tokenizer
 
@@ -84,7 +84,7 @@ def train_tokenizer(
     The sample has at most `max_sample_bytes` of UTF-8 text. With `weights` each source gives its share of that, less
     where it has less text, and sources without a weight give none; else every document is as likely as any other.
     Raises DataError for unusable input, a sample that the free memory cannot hold, weights of sources that the text
-    does not have, or a vocabulary that the text cannot fill; DiskFullError when there is no space.
+    does not have or that are all 0, or a vocabulary that the text cannot fill; DiskFullError when there is no space.
     """
     output_folder = Path(output_folder)
     check_memory(max_sample_bytes, free_memory())
@@ -134,6 +134,7 @@ def train_tokenizer(
     )
     with writing(output_folder):
         output_folder.mkdir(parents=True, exist_ok=True)
+        remove_partial(output_folder)
         # The description goes first: a model beside a description of another one is refused by Tokenizer.load.
         write_atomically(output_folder / INFO_FILE, json.dumps(asdict(info), indent=2).encode() + b"\n")
         write_atomically(output_folder / MODEL_FILE, tokenizer.model)
@@ -192,6 +193,8 @@ def _sample(
     """Keep the documents with the smallest random keys that fit into each source's share of `max_bytes`, or without
     weights into all of it, in input order; one document always stays."""
     total = sum(weights.values()) if weights else 1.0
+    if total <= 0:
+        raise DataError("data.weights asks for nothing: give at least one source a weight above 0.")
     kept: dict[str, list[tuple[float, int, str, str]]] = {}
     sizes: dict[str, int] = {}
     found: dict[str, int] = {}

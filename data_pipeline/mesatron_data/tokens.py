@@ -10,7 +10,6 @@ decided later (sequence length, packing, cleaning, mixture) takes no second toke
 import functools
 import hashlib
 import json
-import os
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -23,15 +22,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from mesatron_data.errors import DataError
-from mesatron_data.files import sha256, sync, write_atomically
-from mesatron_data.manifest import SourceCounts, SplitCounts, length_class, sorted_counts
+from mesatron_data.files import partial_path, sha256, sync, write_atomically
+from mesatron_data.manifest import SourceCounts, SplitCounts, check_sources, length_class, sorted_counts
 from mesatron_data.records import Counts, Document, InputFile, read_documents
 from mesatron_data.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2
 ENCODE_CHARACTERS = 1 << 20
 READ_BYTES = 1 << 22
-PARTIAL_SUFFIX = ".partial"
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def tokenize(job: TokenJob) -> SplitCounts:
     digest = hashlib.sha256()
     dtype = np.dtype(job.token_dtype)
     bos = np.array(tokenizer.bos_id, dtype).tobytes()
-    partial = job.path.with_name(f"{job.path.name}.{os.uname().nodename}-{os.getpid()}{PARTIAL_SUFFIX}")
+    partial = partial_path(_data_path(job.path))
     try:
         with partial.open("wb") as output:
             for document, ids in _encode(job.file, tokenizer, counts):
@@ -99,6 +97,7 @@ def tokenize(job: TokenJob) -> SplitCounts:
                 text_bytes.append(len(text))
                 hashes.append(xxhash.xxh3_64_intdigest(text))
                 sources.append(numbers.setdefault(document.source, len(numbers)))
+                check_sources(len(numbers), job.file.name)
             lengths_table = np.array(document_lengths, np.int64)
             begins = lengths_table.cumsum() - lengths_table
             for table in (begins, text_bytes, hashes, sources):
@@ -148,15 +147,6 @@ def read_tokens(path: Path, token_dtype: str, begin: int, end: int) -> NDArray[n
     """Return tokens `begin` to `end` of a token file."""
     dtype = np.dtype(token_dtype)
     return np.fromfile(_data_path(path), dtype, end - begin, offset=begin * dtype.itemsize)
-
-
-def remove_partial(folder: Path) -> None:
-    """Remove what processes of this machine that are no more had begun."""
-    here = f".{os.uname().nodename}-"
-    for path in folder.rglob(f"*{here}*{PARTIAL_SUFFIX}"):
-        process = path.name.removesuffix(PARTIAL_SUFFIX).rpartition("-")[2]
-        if not Path("/proc", process).exists():
-            path.unlink(missing_ok=True)
 
 
 def _data_path(path: Path) -> Path:

@@ -17,7 +17,7 @@ from typing import Any
 import zstandard
 
 from mesatron_data.errors import DataError
-from mesatron_data.files import cannot_read, sha256, write_atomically
+from mesatron_data.files import cannot_read, remove_partial, sha256, write_atomically
 from mesatron_data.manifest import UNPACKED_FOLDER, Manifest, load_manifest, read_file
 from mesatron_data.mds import decode_shard, shard_files
 from mesatron_data.pack import padding
@@ -140,6 +140,7 @@ def _noted(folder: str) -> Facts:
 
 def _note(folder: str, sound: Facts) -> None:
     with suppress(OSError):
+        remove_partial(Path(folder))
         write_atomically(Path(folder, VERIFIED_FILE), json.dumps(sound).encode())
 
 

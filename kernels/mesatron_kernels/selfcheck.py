@@ -123,8 +123,9 @@ def _check_pair(dtype: torch.dtype, head_size: int, device: torch.device) -> Pai
     known = _recall(dtype, head_size, device)
     if known is None:
         known = run_pair(dtype, head_size, device)
-        _write(_record(dtype, head_size, device), known)
-        _recall.cache_clear()
+        if known.errors:  # what could not be run, as for want of memory, may run another time
+            _write(_record(dtype, head_size, device), known)
+            _recall.cache_clear()
     return known
 
 

@@ -45,7 +45,8 @@ def prepare(
     tokens, valid = load_chunk(chunks, chunk, length, per_sequence, L)
     columns = tl.arange(0, BLOCK_D)
     offsets = tokens * heads + head
-    gates = tl.maximum(tl.load(log_gamma + offsets, mask=valid, other=0.0), FORGETS_ALL)
+    gates = tl.load(log_gamma + offsets, mask=valid, other=0.0)
+    gates = tl.where(gates < FORGETS_ALL, FORGETS_ALL, gates)  # a GPU's maximum would hide what is no number
     to_token = tl.cumsum(gates, 0)
     tl.store(summed + offsets, to_token, mask=valid)
     rows = load_rows(k, tokens, valid, head, heads, columns, D)

@@ -34,6 +34,8 @@ Tallies = dict[str, list[int]]
 """kind/name to the number of elements and their sum, taken as unsigned integers, modulo 2^64."""
 
 _BLOCK_BYTES = 1 << 22
+_SYNC_BYTES = 1 << 28
+"""Brought to the disk at a time: nothing can interrupt that, nor would show whether it gets on."""
 
 
 class _Place(NamedTuple):
@@ -95,10 +97,15 @@ class CheckpointWriter:
             with reporting_full_disk(path), open_durable(path, shared=True) as descriptor:
                 if file in self._own_files():
                     self._lay_out(path, descriptor)
+                unsynced = 0
                 for place, fragment in pieces:
                     tally = tallies.setdefault(f"{fragment.kind}/{fragment.name}", [0, 0])
                     for count, total in self._put(descriptor, place, fragment):
                         tally[:] = tally[0] + count, (tally[1] + total) % 2**64
+                        unsynced += count * place.spec.dtype.itemsize
+                        if unsynced >= _SYNC_BYTES:
+                            os.fsync(descriptor)
+                            unsynced = 0
         return tallies
 
     def checksum(self) -> dict[str, Any]:

@@ -14,12 +14,15 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from mesatron_data.manifest import load_manifest
+
+from mesatron.checkpoint.format import STATE
 from mesatron.checkpoint.verify import list_checkpoints
 from mesatron.cluster.job import LAUNCH_FOLDER
 from mesatron.cluster.submission import Request, plan_array, refuse_active, submit
 from mesatron.compare.variants import Comparison, Variant
 from mesatron.config import changed_keys, load_config
-from mesatron.errors import ConfigError, PreemptedError, StoppedEarly
+from mesatron.errors import ConfigError, DataError, PreemptedError, StoppedEarly
 from mesatron.processes import end_with_parent
 
 PERPLEXITY = Path("eval/perplexity.json")
@@ -58,7 +61,7 @@ def run(comparison: Comparison, say: Callable[[str], None]) -> dict[str, str]:
 
     Raises StoppedEarly, PreemptedError or KeyboardInterrupt when asked to stop, after the variant under way has
     ended; ConfigError when finished variants were trained with other settings, when another comparison or a job of
-    Slurm works on them, or when the comparison's folder holds something else.
+    Slurm works on them, or when the comparison's folder holds something else; DataError when the data has changed.
     """
     failed = {}
     with _only_one(comparison.output):
@@ -80,7 +83,7 @@ def run(comparison: Comparison, say: Callable[[str], None]) -> dict[str, str]:
 def submit_array(comparison: Comparison, options: Mapping[str, str]) -> str:
     """Submit the trainings that are not complete as one array of Slurm jobs; returns its id.
 
-    Raises ConfigError when there is nothing to train, or as `mesatron launch slurm` does.
+    Raises ConfigError when there is nothing to train, or as `run` and `mesatron launch slurm` do.
     """
     with _only_one(comparison.output):
         _refuse_changes(comparison)
@@ -138,6 +141,7 @@ def _stop(*_: int | FrameType | None) -> NoReturn:
 
 
 def _refuse_changes(comparison: Comparison) -> None:
+    _refuse_other_data(comparison)
     for variant in comparison.variants:
         if not (is_trained(variant) or is_measured(variant)):
             continue
@@ -153,6 +157,31 @@ def _refuse_changes(comparison: Comparison) -> None:
                 f"{folder} was trained with other settings than {comparison.file} has for it now ({described}); set "
                 "them back, remove that folder, or choose another output."
             )
+
+
+def _refuse_other_data(comparison: Comparison) -> None:
+    """Between two calls somebody may have prepared the folder anew."""
+    found: dict[str, str] = {}
+    for variant in comparison.variants:
+        if fingerprint := _trained_on(variant):
+            found[fingerprint] = f"{variant.config.run_folder} was trained on"
+        else:
+            folder = variant.config.data.folder
+            found[load_manifest(folder).fingerprint] = f"{folder} now holds"
+    if len(found) > 1:
+        one, other, *_ = (f"{whose} {fingerprint[:12]}" for fingerprint, whose in found.items())
+        raise DataError(
+            f"The losses of {comparison.name} could not be compared: of data by their fingerprints, {one}, but "
+            f"{other}; prepare the data again as it was, or choose another output."
+        )
+
+
+def _trained_on(variant: Variant) -> str:
+    """The fingerprint of a trained variant's data; empty for one that is not, or that an earlier version measured."""
+    if checkpoint := last_checkpoint(variant):
+        return str(json.loads((checkpoint / STATE).read_text())["data"]["fingerprint"])
+    measured = variant.config.run_folder / PERPLEXITY
+    return str(json.loads(measured.read_text()).get("data_fingerprint", "")) if measured.exists() else ""
 
 
 @contextmanager

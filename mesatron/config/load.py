@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -96,15 +96,21 @@ def _read(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
         return values
     if not isinstance(base, str):
         raise ConfigError(f"{path}: `base` must be the path of one config file, not {base!r}.")
-    return _merge(_read(path.parent / base, (*children, path.resolve())), values)
+    return _merge(_read(path.parent / base, (*children, path.resolve())), values, Config)
 
 
-def _merge(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: dict[str, Any], top: dict[str, Any], section: type[BaseModel]) -> dict[str, Any]:
+    """Key by key in `section` and those below; a value that is a mapping itself, such as data.weights, is one value."""
     merged = dict(base)
     for key, value in top.items():
+        kind = section.model_fields[key].annotation if key in section.model_fields else None
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
+        merged[key] = _merge(merged[key], value, kind) if both and _is_section(kind) else value
     return merged
+
+
+def _is_section(kind: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

@@ -147,7 +147,8 @@ class AttentionConfig(Section):
     """Base of the rotations' wavelengths."""
     implementation: Literal["auto", "reference", "torch", "flex"] = "auto"
     """`torch`: scaled_dot_product_attention, which chooses its kernel, with a mask of all pairs for documents; `flex`:
-    FlexAttention for documents and windows; `auto` is `flex` on a GPU; `reference` writes the softmax out."""
+    FlexAttention for documents and windows; `auto` is `flex` on a GPU, for heads of a multiple of 16;
+    `reference` writes the softmax out."""
 
     def parameter_count(self, model: ModelConfig) -> int:
         """q, k, v and output projections."""

@@ -224,7 +224,8 @@ class TrainConfig(Section):
     """Decides initial weights and data order."""
     watchdog_seconds: NonNegativeFloat = 300.0
     """A run in which nothing moves for so long, or a process shows no sign of life, ends with exit code 77, within a
-    third of it more; 0 lets it hang."""
+    third of it more; 0 lets it hang. Before its first step and while it goes back after a spike, a process that does
+    not move is given 30 minutes at least; one that is stopped or gone is not."""
     dump_nonfinite: bool = True
     """After a skipped step, the first in a row, write the inputs of the layer where non-finite numbers began to a file
     in `nonfinite/`, for `mesatron replay`."""
@@ -314,7 +315,8 @@ class LaunchConfig(Section):
     stop_signal: Literal["USR1", "USR2", "TERM", "HUP"] = "USR1"
     """Signal by which the cluster asks a run to save and end; TERM is always heard too."""
     max_requeues: NonNegativeInt = 10
-    """A job that failed starts again at most so many times without a new checkpoint; 0 never starts one again."""
+    """A job starts again, after a failure or when the cluster asked it to stop, at most so many times without a new
+    checkpoint; 0 never starts one again."""
     lead_seconds: NonNegativeInt = 0
     """How long before its time limit a job gets the signal; 0 takes it from the run's measured saves and steps."""
     processes_per_node: NonNegativeInt = 0

@@ -72,13 +72,18 @@ def load_model(path: Path, solver: dict[str, Any] | None = None) -> TrainedModel
 def evaluate_perplexity(trained: TrainedModel, data_folder: str | None = None) -> Perplexity:
     """Perplexity on the whole validation split of the run's own data, or of `data_folder`.
 
-    Raises DataError when the shards do not fit the model.
+    Raises DataError when the shards do not fit the model, or its own are not those that it was trained on any more.
     """
     config = trained.config
     folder = data_folder or config.data.folder
     manifest = load_manifest(folder)
     check_prepared(config, manifest, folder)
     trained.check_tokenizer(manifest.tokenizer_sha256, folder)
+    if data_folder is None and manifest.fingerprint != trained.checkpoint.state["data"]["fingerprint"]:
+        raise DataError(
+            f"{folder} holds other data now than {trained.checkpoint.folder} was trained on; to measure on these all "
+            f"the same, give --data {folder}."
+        )
 
     def losses(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
         documents = cu_seqlens.to(trained.device) if config.data.reset_state_at_documents else None

@@ -20,7 +20,8 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Mean loss in nats per token, overall, by source and by position, and the tokens it was measured on.
+    """Mean loss in nats per token, overall, by source and by position, the tokens it was measured on, and the
+    fingerprint of the data that they are of.
 
     Entry k of what is by position is of the k-th token of every sequence, counted from 0; its loss is None where no
     sequence has a scored token.
@@ -28,6 +29,7 @@ class Perplexity:
 
     loss: float
     tokens: int
+    data_fingerprint: str = ""
     loss_by_source: dict[str, float] = field(default_factory=dict)
     tokens_by_source: dict[str, int] = field(default_factory=dict)
     loss_by_position: list[float | None] = field(default_factory=list)
@@ -73,6 +75,7 @@ def measure(losses: LossFunction, batches: Iterator[Batch], manifest: Manifest, 
     return Perplexity(
         loss=sum(loss_sum) / sum(count),
         tokens=int(sum(count)),
+        data_fingerprint=manifest.fingerprint,
         loss_by_source={s: total / n for s, total, n in zip(sources, loss_sum, count, strict=True) if n},
         tokens_by_source={s: int(n) for s, n in zip(sources, count, strict=True) if n},
         loss_by_position=[total / n if n else None for total, n in zip(position_loss_sum, position_count, strict=True)],

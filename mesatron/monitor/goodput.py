@@ -94,11 +94,11 @@ def account(records: Sequence[Mapping[str, Any]], kept: Mapping[str, float], now
     first: float = starts[attempts[0]]["time"] if attempts else now
     end = first
     for attempt in attempts:
-        begin = starts[attempt]["time"]
+        begin = max(starts[attempt]["time"], end)  # a clock may be set back, or be another node's
         between += begin - end
         own_end = ends.get(attempt, {"time": now})
-        end = own_end["time"] or own_end["last_seen"]
-        starting += readies.get(attempt, {"time": end})["time"] - begin
+        end = max(own_end["time"] or own_end["last_seen"], begin)
+        starting += min(max(readies.get(attempt, {"time": end})["time"], begin), end) - begin
     spent = {kind: kept.get(kind, 0.0) for kind in KINDS}
     lost = max(0.0, end - first - starting - between - sum(spent.values()))
     return Goodput(len(attempts), starting=starting, between=between, lost=lost, **spent)

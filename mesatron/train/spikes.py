@@ -8,6 +8,7 @@ depend on the layout; it is kept in the run folder, so that every later start le
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterable
@@ -44,7 +45,7 @@ class SpikeDetector:
             expected, deviation = self._trend()
             over = not loss <= expected + self._sigma * deviation  # nor is a loss that is no number
         self._over = self._over + 1 if over else 0
-        if not over:
+        if not over and math.isfinite(loss):
             self._window.append(loss)
         return step - self._over + 1 if self._over >= self._steps else None
 

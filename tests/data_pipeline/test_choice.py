@@ -16,13 +16,15 @@ from mesatron_data.pack import padding
 from mesatron_data.plan import Options
 from mesatron_data.shards import prepare, tokenize_share
 from mesatron_data.tokenizer import Tokenizer
-from mesatron_data.verify import verify
+from mesatron_data.verify import VERIFIED_FILE, verify
 
 BOS = 1
 
 
 def packed(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """What was prepared there; without the note of times."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != VERIFIED_FILE]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,19 @@ def test_another_length_takes_no_tokenizing(
     assert {path: path.stat().st_mtime_ns for path in token_folder.rglob("*.tokens")} == before
     prepare(str(records), tmp_path / "direct", tokenizer_path, length, shard_bytes=3000)
     assert packed(tmp_path / "out") == packed(tmp_path / "direct")
+
+
+def test_token_files_of_other_records_of_the_same_names_stay(
+    records: Path, tokenizer_path: Path, token_folder: Path, tmp_path: Path
+) -> None:
+    tokens = shutil.copytree(token_folder, tmp_path / "tokens")
+    before = {path: path.read_bytes() for path in tokens.rglob("*") if path.is_file()}
+    other = shutil.copytree(records, tmp_path / "in")
+    (other / "train/b.jsonl").write_text(json.dumps({"text": "of and to in a is that"}))
+    options = Options(token_folder=tokens)
+    manifest = prepare(str(other), tmp_path / "out", tokenizer_path, 16, options=options).manifest
+    assert manifest.splits["train"].documents == 100 + 1 + 73
+    assert {path: path.read_bytes() for path in before} == before
 
 
 @pytest.mark.parametrize("length", [13, 40, 200])
@@ -178,3 +193,10 @@ def test_duplicates_against_a_set(tmp_path: Path) -> None:
         seen.add(value)
     assert [path.name for path in tmp_path.iterdir()] == ["repeated"]
     assert find_duplicates(iter([]), 0, tmp_path).read_bytes() == b""
+
+
+def test_space_for_duplicates_is_taken_before_they_are_found(tmp_path: Path) -> None:
+    """Else a disk that fills up ends the process without a word."""
+    documents = 1_000_000
+    result = find_duplicates(iter([np.arange(documents, dtype=np.uint64)]), documents, tmp_path).stat()
+    assert result.st_size == documents <= result.st_blocks * 512

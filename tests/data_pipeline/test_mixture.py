@@ -4,15 +4,18 @@ stream, and what is packed by source against the same documents packed together.
 import itertools
 import json
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from mesatron_data.batch import collate
 from mesatron_data.errors import DataError
-from mesatron_data.manifest import load_manifest
+from mesatron_data.manifest import MAX_SOURCES, load_manifest
 from mesatron_data.mds import read_samples
 from mesatron_data.mixture import mixed_order, shares_of
+from mesatron_data.pack import Sample
 from mesatron_data.plan import Options
 from mesatron_data.shards import prepare
 from mesatron_data.stream import TrainStream
@@ -144,6 +147,31 @@ def test_every_batch_has_the_mixture_asked_for(by_source: Path) -> None:
     seen = [sample for batch in ids(natural, natural.steps_per_epoch) for sample in batch]
     natural.close()
     assert len(set(seen)) == len(seen) == natural.steps_per_epoch * BATCH
+
+
+def records_of(path: Path, sources: Iterable[str]) -> None:
+    """A file with one long record of each source."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"text": "of and to in" * 4, "meta": {"redpajama_set_name": name}}) for name in sources]
+    path.write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "where"), [((32_769, 1), "train/0.jsonl"), ((20_000, 20_000), "all files together")]
+)
+def test_sources_without_a_number_are_refused(
+    tokenizer_path: Path, tmp_path: Path, numbers: tuple[int, int], where: str
+) -> None:
+    for file, number in enumerate(numbers):
+        records_of(tmp_path / f"in/train/{file}.jsonl", (f"source {file} {index}" for index in range(number)))
+    records_of(tmp_path / "in/validation/a.jsonl", ["source 0 0"])
+    with pytest.raises(DataError, match=rf"The records of {where} name more than 32,768 sources"):
+        prepare(str(tmp_path / "in"), tmp_path / "out", tokenizer_path, 16)
+
+
+def test_the_last_source_that_has_a_number_keeps_it_in_a_batch() -> None:
+    sample = Sample(np.arange(9, dtype=np.uint16), np.zeros(1, np.int32), np.array([MAX_SOURCES - 1], np.uint16))
+    assert set(collate([sample], [0], 1).sources.flatten().tolist()) == {MAX_SOURCES - 1}
 
 
 def test_mixtures_that_cannot_be(by_source: Path, prepared: Path) -> None:

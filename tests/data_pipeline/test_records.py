@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,17 @@ def test_forms_and_order(train: Path) -> None:
     assert [text for text, _, _ in documents] == ["a1", "a2", "b1", "b2", "c1", "c2"]
 
 
+@pytest.mark.parametrize("window_log", [27, 28, 31])
+def test_a_long_window_is_no_damage(train: Path, window_log: int) -> None:
+    """As `zstd --long` writes it; the chains and hashes are kept small, for they alone take memory here."""
+    settings = zstandard.ZstdCompressionParameters(window_log=window_log, chain_log=10, hash_log=10)
+    compressor = zstandard.ZstdCompressor(compression_params=settings).compressobj()
+    (train / "a.jsonl.zst").write_bytes(compressor.compress(line("one") + line("two")) + compressor.flush())
+    documents, counts = read(train.parent)
+    assert [text for text, _, _ in documents] == ["one", "two"]
+    assert not counts.truncated
+
+
 @pytest.mark.parametrize("suffix", ["zst", "gz"])
 @pytest.mark.parametrize("kept", [0.4, 0.7, 0.999])
 def test_a_truncated_file_gives_what_it_holds_and_is_named(train: Path, suffix: str, kept: float) -> None:
@@ -133,6 +145,16 @@ def test_a_truncated_file_gives_what_it_holds_and_is_named(train: Path, suffix: 
         check_truncated(counts.truncated, allowed=False)
 
 
+def test_an_empty_file_is_sound_only_where_it_is_not_compressed(train: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst"):
+        (train / name).write_bytes(b"")
+    (train / "d.jsonl.gz").write_bytes(gzip.compress(b""))
+    (train / "e.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(b""))
+    documents, counts = read(train.parent)
+    assert documents == []
+    assert counts.truncated == {"train/b.jsonl.gz": (0, 0), "train/c.jsonl.zst": (0, 0)}
+
+
 def test_damaged_compression_is_named_not_raised(train: Path) -> None:
     (train / "a.jsonl.zst").write_bytes(b"this is no zstandard frame")
     (train / "b.jsonl.gz").write_bytes(b"this is no gzip file")
@@ -147,6 +169,47 @@ def test_missing_and_empty_folders(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     with pytest.raises(DataError, match=r"No \.jsonl"):
         list_files(str(tmp_path), "train")
+
+
+def test_links_are_what_they_name(train: Path) -> None:
+    elsewhere = train.parent / "elsewhere"
+    (elsewhere / "deep").mkdir(parents=True)
+    (elsewhere / "b.jsonl").write_bytes(line("b"))
+    (elsewhere / "deep/c.jsonl").write_bytes(line("c") * 2)
+    (train / "a.jsonl").symlink_to(elsewhere / "b.jsonl")
+    for name in ("one", "two"):
+        (train / name).symlink_to(elsewhere)
+    os.utime(elsewhere / "b.jsonl", (1000, 1000))
+    names = ["a.jsonl", "one/b.jsonl", "one/deep/c.jsonl", "two/b.jsonl", "two/deep/c.jsonl"]
+    size = len(line("b"))
+    files = list_files(f"{train.parent.parent}//{train.parent.name}", "train")
+    assert [(file.name, file.bytes) for file in files] == [
+        (f"train/{name}", size * (2 if "c" in name else 1)) for name in names
+    ]
+    assert files[0].modified == files[1].modified == "1000.0"
+    documents, _ = read(train.parent)
+    assert [text for text, _, _ in documents] == ["b", "b", "c", "c", "b", "c", "c"]
+
+
+@pytest.mark.parametrize(
+    "links",
+    [{"link": "."}, {"link": ".."}, {"deep/link": "../../train"}, {"deep/one": "../wide", "wide/two": "../deep"}],
+)
+def test_links_in_a_circle_are_refused(train: Path, links: dict[str, str]) -> None:
+    (train / "a.jsonl").write_bytes(line("a"))
+    for name in ("deep", "wide"):
+        (train / name).mkdir()
+    for name, target in links.items():
+        (train / name).symlink_to(target)
+    with pytest.raises(DataError, match=r"train/.* is a link to a folder that it lies in: remove the link"):
+        list_files(str(train.parent), "train")
+
+
+def test_a_folder_that_is_not_there_is_no_empty_one(train: Path) -> None:
+    (train / "a.jsonl").write_bytes(line("a"))
+    (train / "more").symlink_to("/nowhere/more")
+    with pytest.raises(DataError, match=r"Cannot read .*train/more: No such file or directory; check the path"):
+        list_files(str(train.parent), "train")
 
 
 def check(counts: Counts, max_skipped_fraction: float) -> None:

@@ -163,6 +163,18 @@ def test_a_folder_of_something_else_is_never_touched(records: Path, tokenizer_pa
     assert (tmp_path / "thesis.txt").read_text() == "precious"
 
 
+def test_an_output_that_is_a_link_stays_one(records: Path, tokenizer_path: Path, tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "large/data"
+    (tmp_path / "large").mkdir()
+    link.symlink_to(target)
+    for length in (CONTEXT_LENGTH, CONTEXT_LENGTH + 1):
+        prepare(str(records), link, tokenizer_path, length, overwrite=True)
+        assert load_manifest(str(target)).context_length == length
+        assert link.readlink() == target
+        names = [path.name for folder in (tmp_path, target.parent) for path in folder.iterdir()]
+        assert sorted(names) == ["data", "large", "link"]
+
+
 def test_odd_documents_everywhere(prepare_texts: Callable[..., Path], tokenizer_path: Path) -> None:
     """Empty and blank documents first, in the middle and last are counted; single characters, NUL and 1 MB lines are
     kept."""
@@ -316,6 +328,44 @@ def test_what_a_run_killed_at_its_very_end_left_is_removed(prepared: Path, recor
     (work / "tokens").mkdir(parents=True)
     assert prepare(str(records), prepared, tokenizer_path, CONTEXT_LENGTH, shard_bytes=SHARD_BYTES).reused
     assert not work.exists()
+
+
+@pytest.mark.parametrize("output", ["stays", "is gone"])
+@pytest.mark.parametrize("left", ["nothing", "a shard cut short"])
+def test_notes_that_outlive_their_shards_are_not_believed(
+    records: Path, tokenizer_path: Path, prepared: Path, tmp_path: Path, output: str, left: str
+) -> None:
+    """What a run killed at its very end left: the output in its place, and the notes of its shards."""
+    paths, work = (str(records), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH), tmp_path / ".out.partial"
+
+    def keep(progress: Progress) -> None:
+        if (progress.step, progress.done) == ("pack", progress.total):
+            shutil.copytree(work, tmp_path / "left")
+
+    prepare(*paths, shard_bytes=SHARD_BYTES, progress=keep)
+    (tmp_path / "left").rename(work)
+    shards = sorted(work.glob("*/data/*/*.zstd"))
+    assert len(shards) > 3
+    for shard in shards[left == "a shard cut short" :]:
+        shard.unlink()
+    if left == "a shard cut short":
+        shards[0].write_bytes(shards[0].read_bytes()[:-1])
+    if output == "is gone":
+        shutil.rmtree(tmp_path / "out")
+    prepare(*paths, shard_bytes=SHARD_BYTES, overwrite=output == "stays")
+    assert files_of(tmp_path / "out") == files_of(prepared)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_shards_that_vanish_are_missed_before_the_manifest(records: Path, tokenizer_path: Path, tmp_path: Path) -> None:
+    def lose(progress: Progress) -> None:
+        if (progress.step, progress.done) == ("pack", progress.total):
+            next(tmp_path.glob(".out.partial/*/data/train/*.zstd")).unlink()
+
+    paths = (str(records), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH)
+    with pytest.raises(DataError, match=r"shard.00000.mds.zstd is no longer what was stored there: remove .*partial"):
+        prepare(*paths, progress=lose)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_killed_worker_is_an_error(records: Path, tokenizer_path: Path, tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ def test_a_sample_by_weight(records: Path, tmp_path: Path) -> None:
     assert len({whole.request, info.request}) == 2
     with pytest.raises(DataError, match=r"names the source Poems, but .* has only RedPajamaArXiv, RedPajamaBook, "):
         train_tokenizer(str(records), tmp_path / "none", 290, weights={"Poems": 1.0})
+    with pytest.raises(DataError, match="asks for nothing: give at least one source a weight above 0"):
+        train_tokenizer(str(records), tmp_path / "none", 290, weights={"RedPajamaBook": 0.0})
 
 
 def test_lines_are_the_text_and_are_cut_where_nothing_belongs_together() -> None:

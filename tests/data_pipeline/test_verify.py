@@ -15,6 +15,8 @@ from mesatron_data.inspect import inspect
 from mesatron_data.manifest import load_manifest
 from mesatron_data.mds import read_samples, shard_files
 from mesatron_data.page import page
+from mesatron_data.plan import Options
+from mesatron_data.shards import prepare
 from mesatron_data.verify import VERIFIED_FILE, verify, verify_once
 
 
@@ -210,6 +212,26 @@ def test_inspection(prepared: Path, texts: dict[str, list[str]]) -> None:
     assert sum(inspection.pieces.values()) == manifest.splits["train"].samples
     pieces = [len(sample.document_starts) for sample in read_samples(prepared, "train")]
     assert inspection.pieces == {number: pieces.count(number) for number in sorted(set(pieces))}
+
+
+def test_what_is_looked_at_is_spread_over_data_packed_by_source(
+    records: Path, tokenizer_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = Options(by_source=True)
+    prepare(str(records), tmp_path / "data", tokenizer_path, 16, shard_bytes=1000, options=options)
+    every = [sample.tokens.tolist() for sample in read_samples(tmp_path / "data", "train")]
+    for most in (1, 100, len(every) - 1, len(every)):
+        some = [sample.tokens.tolist() for sample in read_samples(tmp_path / "data", "train", most)]
+        assert some == every[:: -(-len(every) // most)]
+    monkeypatch.setattr("mesatron_data.inspect.MOST_SAMPLES", 100)
+    monkeypatch.setattr("mesatron_data.inspect.MOST_SHARDS", 30)
+    inspection = inspect(tmp_path / "data", samples=1000)
+    sources = [sample[0].source for sample in inspection.samples]
+    assert 50 < len(sources) == sum(inspection.pieces.values()) <= 100
+    samples = inspection.manifest.splits["train"].source_samples
+    assert len(samples) == 3
+    for name, count in samples.items():
+        assert sources.count(name) / len(sources) == pytest.approx(count / sum(samples.values()), abs=0.05)
 
 
 class Outline(HTMLParser):

@@ -16,6 +16,7 @@ from mesatron_kernels import Implementation, forms, register, resolve, selfcheck
 module = importlib.import_module("mesatron_kernels.selfcheck")
 GPU = torch.device("cuda", 0)
 DEVICE = GPU if torch.cuda.is_available() else torch.device("cpu")
+CRASHED = module.PairCheck("bfloat16", 128, {}, "OutOfMemoryError: CUDA out of memory", 1.0)
 GOOD = module.PairCheck("bfloat16", 128, {"o": 1e-3}, None, 1.0)
 BAD = module.PairCheck(
     "bfloat16", 128, {"o": 1e-3, "dk": 0.5}, "off from float64 by more than 5e-03: dk by 5.0e-01", 1.0
@@ -139,6 +140,15 @@ def test_a_verdict_is_kept_for_later_processes(cache: Path, outcome: list) -> No
     assert module.check_pair(torch.bfloat16, 128, GPU) == GOOD
     assert module.check_pair(torch.bfloat16, 64, GPU) == BAD
     assert module.check_pair(torch.float16, 128, GPU) == BAD
+
+
+def test_a_check_that_could_not_be_run_is_run_again(cache: Path, outcome: list) -> None:
+    outcome[0] = CRASHED
+    assert module.check_pair(torch.bfloat16, 128, GPU) == CRASHED
+    outcome[0] = GOOD
+    assert module.check_pair(torch.bfloat16, 128, GPU) == CRASHED  # once in a process
+    module._forget()
+    assert module.check_pair(torch.bfloat16, 128, GPU) == GOOD
 
 
 def test_another_gpu_version_or_source_is_checked_anew(

@@ -131,6 +131,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., 
             2,
             "--layout 'TP3' is no layout here; known are TP2, ZeRO-1, documents; ",
         ),
+        ("generate {run} --prompt a --data {empty}", 3, "No manifest.json in {empty}"),
         ("generate {nowhere} --prompt a", 4, "There is no run or checkpoint folder {nowhere}"),
     ],
 )

@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,19 @@ class Training:
     def workers(self, node: str) -> list[psutil.Process]:
         """The training processes on a node."""
         return [one for one in self.cluster.processes(node) if "RANK" in _environment_of(one)]
+
+    @contextmanager
+    def paused(self) -> Iterator[list[psutil.Process]]:
+        """Its training processes stand still meanwhile, lest it ends before it can be asked or told something."""
+        workers = [worker for node in self.cluster.nodes for worker in self.workers(node)]
+        for worker in workers:
+            worker.suspend()
+        try:
+            yield workers
+        finally:
+            for worker in workers:
+                with suppress(psutil.NoSuchProcess):
+                    worker.resume()
 
     def agent(self, node: str) -> psutil.Process:
         """The torchrun on a node."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 from slurm_training import Training
@@ -29,16 +28,17 @@ def test_stopped_and_resumed(training: Make, untouched: Training) -> None:
     assert again.returncode == 2
     assert f"Job {run.job} of {run.folder} has not ended" in again.stderr
     run.wait_for_step(7)
-    assert run.workers("n2")[0].environ()["PYTHONPATH"] == str(run.folder / "launch/code")
-    # Slurm has queued the job again and started it elsewhere, and it has not come to note that.
-    job_file = run.folder / "launch/job.json"
-    noted = job_file.read_text()
-    note(run, "job.json", nodes=["n8", "n9"], words=str(run.folder / f"launch/words-{run.job}-9"), attempt=0)
-    status = run.verb("launch", "status", str(run.folder)).stdout
-    assert f"job        {run.job}, RUNNING on n1 n2\noutput     {run.output}\n" in status
-    assert "said " not in status
-    run.verb("launch", "stop", str(run.folder))
-    job_file.write_text(noted)
+    with run.paused():
+        assert run.workers("n2")[0].environ()["PYTHONPATH"] == str(run.folder / "launch/code")
+        # Slurm has queued the job again and started it elsewhere, and it has not come to note that.
+        job_file = run.folder / "launch/job.json"
+        noted = job_file.read_text()
+        note(run, "job.json", nodes=["n8", "n9"], words=str(run.folder / f"launch/words-{run.job}-9"), attempt=0)
+        status = run.verb("launch", "status", str(run.folder)).stdout
+        assert f"job        {run.job}, RUNNING on n1 n2\noutput     {run.output}\n" in status
+        assert "said " not in status
+        run.verb("launch", "stop", str(run.folder))
+        job_file.write_text(noted)
     run.finish(code=75)
     _, stopped, rest = run.text().partition("mesatron: Stopped on request (mesatron launch stop) after step ")
     assert stopped
@@ -215,9 +215,10 @@ def test_another_job_with_the_id_of_an_older_one(training: Make, untouched: Trai
     # It inherits these from a shell in a member of an array, and belongs to none.
     run.submit("--output", str(run.output), variables={"SLURM_ARRAY_JOB_ID": waiting, "SLURM_ARRAY_TASK_ID": "0"})
     run.wait_for_step(3)
-    status = run.verb("launch", "status", str(run.folder)).stdout
-    assert f"job        {run.job}, RUNNING on n1 n2\noutput     {run.output}\n" in status
-    run.verb("launch", "stop", str(run.folder))
+    with run.paused():
+        status = run.verb("launch", "status", str(run.folder)).stdout
+        assert f"job        {run.job}, RUNNING on n1 n2\noutput     {run.output}\n" in status
+        run.verb("launch", "stop", str(run.folder))
     run.finish(code=75)
     running = cluster.submit("--nodelist=n3", *options)
     cluster.wait_for_state(running, "RUNNING")
@@ -234,25 +235,21 @@ def test_a_stop_that_the_run_does_not_live_to_heed(training: Make, untouched: Tr
     run = training()
     run.submit()
 
-    def ask() -> list[psutil.Process]:
-        workers = [worker for node in ("n1", "n2") for worker in run.workers(node)]
-        for worker in workers:
-            worker.suspend()
-        run.verb("launch", "stop", str(run.folder))
-        return workers
-
     run.wait_for_step(7)
-    workers = ask()
-    run.cluster.slurm("scontrol", "requeue", run.job)
-    for worker in workers:
-        worker.kill()
+    with run.paused() as workers:
+        run.verb("launch", "stop", str(run.folder))
+        run.cluster.slurm("scontrol", "requeue", run.job)
+        for worker in workers:
+            worker.kill()
     run.finish(code=75)
     assert run.decisions() == ["no further start: attempt 1 was asked to stop (mesatron launch stop)"]
 
     run.submit()
     run.wait_for_step(run.step() + 5, start=2)
-    for worker in ask():
-        worker.kill()
+    with run.paused() as workers:
+        run.verb("launch", "stop", str(run.folder))
+        for worker in workers:
+            worker.kill()
     run.finish(code=1)
     asked = "attempt 2 was asked to stop (mesatron launch stop)"
     assert run.decisions()[-1] == f"no requeue (it failed or was killed): {asked}"

@@ -242,6 +242,21 @@ def test_a_checkpoint_larger_than_the_disk_is_refused_before_anything_is_written
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_large_file_is_brought_to_the_disk_bit_by_bit(tmp_path, monkeypatch):
+    """Between two bits the writer can be interrupted, and is seen to get on."""
+    monkeypatch.setattr("mesatron.checkpoint.writer._SYNC_BYTES", 3 << 22)
+    tensors = {"a": torch.randn(5 << 20), "b": torch.randn(8 << 20)}
+    specs = {"weights": [TensorSpec.of(name, value) for name, value in tensors.items()]}
+    seen = []
+    writer = CheckpointWriter(tmp_path, 5, 0, 1, "1", specs, lambda: seen.append("on"))
+    for name in ("pwrite", "fsync"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *arguments, name=name, real=real: (seen.append(name), real(*arguments))[1])
+    writer.write(Fragment.whole("weights", name, value) for name, value in tensors.items())
+    blocks = ["on", "pwrite"] * 3
+    assert seen == ["pwrite", *4 * [*blocks, "fsync"], *["on", "pwrite"], "fsync"]
+
+
 def test_everything_is_on_the_disk_before_the_name_counts(tmp_path, save, monkeypatch):
     """A power cut keeps only what was synced: files and their folder before the rename, the rename at the end."""
     unsynced: set[str] = set()

@@ -259,6 +259,35 @@ def test_other_settings_for_what_is_finished_are_refused(file: Path, finished: C
     assert "are trained; leave out --slurm to measure them" in errors
 
 
+def test_variants_on_different_data_are_refused(file: Path, finished: Comparison) -> None:
+    """Whether the checkpoint says so or, where it was removed, the measurement; and for one that is to be trained."""
+    fine, gla = (variant.config.run_folder for variant in finished.variants)
+    checkpoint, measured = gla / f"checkpoints/step-{STEPS:08d}", gla / "eval/perplexity.json"
+    state, kept = checkpoint / "state.json", gla.with_name("kept")
+    texts = {path: path.read_text() for path in (state, measured)}
+    fingerprint = json.loads(texts[measured])["data_fingerprint"]
+    for path, text in texts.items():
+        path.write_text(text.replace(fingerprint, "f" * 64))
+
+    def refusal() -> str:
+        code, out, errors = Command(file).end()
+        assert (code, out) == (3, "")
+        return errors
+
+    expected = f"{fine} was trained on {fingerprint[:12]}, but {gla} was trained on {'f' * 12}; prepare the data again"
+    assert expected in refusal()
+    checkpoint.rename(kept)
+    assert expected in refusal()
+    kept.rename(checkpoint)
+    fine.rename(kept)
+    folder = finished.variants[0].config.data.folder
+    assert f"{folder} now holds {fingerprint[:12]}, but {gla} was trained on {'f' * 12}; " in refusal()
+    kept.rename(fine)
+    for path, text in texts.items():
+        path.write_text(text)
+    assert Command(file).end()[0] == 0
+
+
 def test_a_folder_of_something_else_is_left_alone(file: Path, tmp_path: Path) -> None:
     (tmp_path / "results.md").write_text("mine")
     other = file.with_name("elsewhere.yaml")

@@ -106,6 +106,16 @@ def test_files_inherit_key_by_key_and_the_nearest_wins(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_the_weights_of_a_mixture_are_inherited_or_replaced_as_a_whole(tmp_path: Path) -> None:
+    """A source that is left out is not read, in a file as on the command line."""
+    first = {"base": str(QUICKSTART), "data": {"weights": {"A": 1, "B": 1}}}
+    write(tmp_path / "first.yaml", first)
+    same = write(tmp_path / "same.yaml", {"base": "first.yaml", "data": {"context_length": 256}})
+    assert load_config(same).data.weights == {"A": 1, "B": 1}
+    other = write(tmp_path / "other.yaml", {"base": "first.yaml", "data": {"weights": {"A": 2}}})
+    assert load_config(other).data.weights == load_config(same, ["data.weights={A: 2}"]).data.weights == {"A": 2}
+
+
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_a_cycle_of_base_files_is_named(tmp_path: Path, length: int) -> None:
     for number in range(length):

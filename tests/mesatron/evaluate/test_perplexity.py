@@ -126,6 +126,18 @@ def test_data_of_another_shape_is_refused(trained: TrainedModel, tmp_path: Path)
         evaluate_perplexity(trained, tmp_path)
 
 
+def test_a_folder_that_was_prepared_anew_is_refused_unless_named(
+    trained: TrainedModel, measured: Perplexity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = trained.checkpoint.state
+    assert measured.data_fingerprint == state["data"]["fingerprint"]
+    monkeypatch.setitem(state, "data", state["data"] | {"fingerprint": "another"})
+    folder = trained.config.data.folder
+    with pytest.raises(DataError, match=r"holds other data now than .* was trained on; to measure .* give --data"):
+        evaluate_perplexity(trained)
+    assert evaluate_perplexity(trained, folder) == measured
+
+
 def test_checkpoints_that_cannot_be_loaded(trained_run: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         load_model(tmp_path)

@@ -40,6 +40,22 @@ def test_attempts_that_came_to_no_step() -> None:
     assert (found.attempts, found.starting, found.between, found.lost, found.total) == (2, 9.0, 6.0, 0.0, 15.0)
 
 
+def test_clocks_that_go_back() -> None:
+    """The second attempt is on a node whose clock is behind; the third's is set back while it starts."""
+    records = [
+        {"event": "start", "attempt": 1, "time": 100.0},
+        {"event": "ready", "attempt": 1, "time": 110.0},
+        {"event": "end", "attempt": 1, "time": 150.0, "exit_code": 76},
+        {"event": "start", "attempt": 2, "time": 90.0},
+        {"event": "ready", "attempt": 2, "time": 95.0},
+        {"event": "end", "attempt": 2, "time": 140.0, "exit_code": 76},
+        {"event": "start", "attempt": 3, "time": 160.0},
+        {"event": "ready", "attempt": 3, "time": 155.0},
+    ]
+    found = account(records, {"training": 40.0}, 200.0)
+    assert found == Goodput(3, 40.0, 0.0, 0.0, 0.0, starting=10.0, between=10.0, lost=40.0)
+
+
 def test_every_second_has_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
     monkeypatch.setattr("mesatron.monitor.goodput.time.monotonic", lambda: float(next(clock)))

@@ -5,6 +5,7 @@ that are told what to leave out when they start, in the same layout and in anoth
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -106,3 +107,7 @@ def test_what_counts_as_a_spike() -> None:
     assert SpikeDetector(train, detector.recent).note(39, 9.0) is None
     fresh = SpikeDetector(train)
     assert not any(fresh.note(step, 5.0 + step) for step in range(1, LEAST + 1))
+    # Losses that are no numbers are no trend: at the beginning a run has other means against them.
+    bad = SpikeDetector(train)
+    assert not any(bad.note(step, loss) for step, loss in enumerate([math.nan, math.inf, -math.inf, *losses], start=1))
+    assert bad.recent == losses

@@ -17,8 +17,8 @@ from typing import Any
 
 import zstandard
 
-from mesatron_data.errors import DataError, DiskFullError
-from mesatron_data.files import cannot_read, disk_full
+from mesatron_data.errors import DataError, DiskFullError, StorageError
+from mesatron_data.files import cannot_read, disk_full, open_lock, storage_failed
 from mesatron_data.mosaic import streaming
 from mesatron_data.store import read_bytes
 
@@ -36,22 +36,22 @@ class ShardCache:
 
     source        folder of the packed shards, local path or URL
     shards        their descriptions, as `mesatron_data.mds.shard_files` returns them
-    cache_folder  where unpacked shards of several data folders are kept, for any number of runs; None keeps them beside
-                  the packed ones, without a limit
-    name          of the split inside `cache_folder`
+    cache_folder  where unpacked shards of any content are kept, for any number of runs
+    name          of these inside `cache_folder`, CONTENT/SPLIT, so that a run never meets those of other content
     limit_bytes   that the files in `cache_folder` may take; 0 for no limit
 
     `read` is safe in threads. Attributes: fetched_bytes and fetch_seconds, of packed shards, by this object so far.
     """
 
     def __init__(
-        self, source: str, shards: list[dict[str, Any]], cache_folder: Path | None, name: str, limit_bytes: int
+        self, source: str, shards: list[dict[str, Any]], cache_folder: Path, name: str, limit_bytes: int
     ) -> None:
         self._source, self._shards = source, shards
-        self._root = cache_folder.absolute() if cache_folder else None
-        self._folder = self._root / name if self._root else Path(source).absolute()
-        self._limit_bytes = limit_bytes if self._root else 0
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._root = cache_folder.absolute()
+        self._folder = self._root / name
+        self._limit_bytes = limit_bytes
+        with self._writing():
+            self._folder.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
         self._readers = [streaming.base.format.reader_from_json(str(self._folder), "", shard) for shard in shards]
         self._checked: set[int] = set()
@@ -63,8 +63,9 @@ class ShardCache:
     def read(self, shard: int, place: int) -> dict[str, Any]:
         """Return the sample at a place of a shard as it was written.
 
-        Raises DataError when the shard is missing or, after a second try, damaged, and when the limit makes readers
-        remove each other's shards; StorageError when the second try cannot read it either; DiskFullError without space.
+        Raises DataError when the shard is missing or, after a second try, damaged, when the limit makes readers
+        remove each other's shards, when the data were replaced and when the folder may not be written; StorageError
+        when the second try cannot read it either; DiskFullError without space.
         """
         for _ in range(ATTEMPTS):
             try:
@@ -81,9 +82,15 @@ class ShardCache:
     def _provide(self, shard: int) -> None:
         """See to it that the unpacked shard is there, was checked by this process, and counts as used now."""
         if shard not in self._checked:
-            with _locked(self._lock_file(shard)):
-                if not self._sound(shard):
-                    self._fetch(shard)
+            if not self._folder.exists():
+                raise DataError(
+                    f"{self._folder} was removed while a run read from it: its data were prepared anew, or the folder "
+                    "was cleared; start the run again on the data that it began with."
+                )
+            if not self._sound(shard):
+                with self._writing(shard), _locked(self._root / f".lock-{shard % LOCKS}"):
+                    if not self._sound(shard):
+                        self._fetch(shard)
             self._checked.add(shard)
         now = time.monotonic()
         if self._limit_bytes and now > self._touched.get(shard, 0.0) + TOUCH_SECONDS:
@@ -111,11 +118,6 @@ class ShardCache:
             raise
         except FAULTS as error:
             packed = self._shards[shard]["zip_data"]["basename"]
-            if disk_full(error):
-                raise DiskFullError(
-                    f"No space left to unpack shard {packed} into {self._folder}: free some, or use another "
-                    "cache folder."
-                ) from error
             if isinstance(error, OSError):
                 raise cannot_read(f"shard {packed} of {self._source}", error, PREPARE_AGAIN) from error
             raise DataError(
@@ -135,14 +137,15 @@ class ShardCache:
         raw = self._raw(shard)
         _check_hash(str(raw), content, info["raw_data"]["hashes"][HASH])
         partial = raw.with_name(f".{raw.name}.{os.uname().nodename}-{os.getpid()}-{threading.get_ident()}")
-        try:
-            self._begin(partial, len(content))
-            # Without cutting it to nothing first: the limit counts its size.
-            with open(os.open(partial, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
-                file.write(content)
-            partial.replace(raw)
-        finally:
-            partial.unlink(missing_ok=True)
+        with self._writing(shard):
+            try:
+                self._begin(partial, len(content))
+                # Without cutting it to nothing first: the limit counts its size.
+                with open(os.open(partial, os.O_WRONLY | os.O_CREAT, 0o644), "wb") as file:
+                    file.write(content)
+                partial.replace(raw)
+            finally:
+                partial.unlink(missing_ok=True)
 
     def _remove_leftovers(self) -> None:
         """Remove what killed processes have left half unpacked: at once if they ran here, after a day if elsewhere."""
@@ -156,7 +159,7 @@ class ShardCache:
     def _begin(self, partial: Path, size: int) -> None:
         """Under a limit, remove the shards that were not used for longest until `size` bytes fit, and take those by a
         file of that size."""
-        if not self._limit_bytes or self._root is None:
+        if not self._limit_bytes:
             return
         with _locked(self._root / ".lock"):
             known = []
@@ -179,18 +182,32 @@ class ShardCache:
     def _raw(self, shard: int) -> Path:
         return self._folder / self._shards[shard]["raw_data"]["basename"]
 
-    def _lock_file(self, shard: int) -> Path:
-        """What to lock while a shard is fetched: the data folder itself, or one of a few files in a cache folder."""
-        return self._folder if self._root is None else self._root / f".lock-{shard % LOCKS}"
+    @contextmanager
+    def _writing(self, shard: int | None = None) -> Iterator[None]:
+        """Turn an operating system error in the folder of unpacked shards into one sentence."""
+        try:
+            yield
+        except OSError as error:
+            what = "shards" if shard is None else f"shard {self._shards[shard]['zip_data']['basename']}"
+            where = f"{what} into {self._folder}"
+            if disk_full(error):
+                raise DiskFullError(
+                    f"No space left to unpack {where}: free some, or name another folder in data.cache_folder."
+                ) from error
+            reason = error.strerror or error
+            if storage_failed(error):
+                raise StorageError(
+                    f"Cannot unpack {where}: {reason}; start the same command again once its storage answers."
+                ) from error
+            raise DataError(
+                f"Cannot unpack {where}: {reason}; name a folder that can be written to in data.cache_folder."
+            ) from error
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock on a folder, or on a file that is made where there is none."""
-    try:
-        lock = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        lock = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)
+    """Hold a lock on a file, which is made where there is none."""
+    lock = open_lock(path)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

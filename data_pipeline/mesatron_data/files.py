@@ -97,3 +97,16 @@ def sync(path: Path) -> None:
 def sha256(data: bytes) -> str:
     """Return the SHA-256 of `data` in hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
+
+
+def open_lock(path: Path) -> int:
+    """Open a file to lock, which is made where there is none, and return its descriptor.
+
+    For writing, without which NFS gives no exclusive lock; for reading where it may not be written.
+    """
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError:
+        if not path.exists():
+            raise
+        return os.open(path, os.O_RDONLY)

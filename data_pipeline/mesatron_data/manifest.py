@@ -1,7 +1,7 @@
 """The description of a prepared data folder, manifest.json, and its fingerprint.
 
 A prepared folder holds manifest.json, the tokenizer, and for train and validation a folder of MDS shards with
-index.json.
+index.json. Beside them may lie unpacked/ with what training has unpacked.
 """
 
 import json
@@ -11,10 +11,11 @@ from typing import Any
 
 from mesatron_data.errors import DataError
 from mesatron_data.files import cannot_read, sha256
-from mesatron_data.records import PLACES_KEPT
+from mesatron_data.records import PLACES_KEPT, SPLITS
 from mesatron_data.store import normal, read_bytes
 
 MANIFEST_FILE = "manifest.json"
+UNPACKED_FOLDER = "unpacked"
 FORMAT_VERSION = 1
 MAX_SOURCES = 1 << 15
 """Source numbers are int16 in a batch."""
@@ -89,7 +90,8 @@ class SplitCounts:
 class Manifest:
     """A prepared data folder. `sources` are the names that the shards' source numbers stand for; `request` identifies
     the input files and settings it was made from; `fingerprint` identifies the content (equal content, equal
-    fingerprint, on any machine)."""
+    fingerprint, on any machine); `index_sha256` is that of each split's index.json, which folders prepared by older
+    versions lack."""
 
     tokenizer_sha256: str
     vocabulary_size: int
@@ -103,10 +105,17 @@ class Manifest:
     format_version: int = FORMAT_VERSION
     packing: str = "concatenate"
     tokenizer_file: str = "tokenizer.model"
+    index_sha256: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> bytes:
-        """Return the content of manifest.json."""
-        return json.dumps(asdict(self), indent=2).encode() + b"\n"
+        """Return the content of manifest.json, which ends with a hash of itself."""
+        content = asdict(self)
+        return json.dumps(content | {"sha256": _hash(content)}, indent=2).encode() + b"\n"
+
+    @property
+    def unpacked_name(self) -> str:
+        """The folder of this content's unpacked shards among those of others."""
+        return self.fingerprint[:16]
 
     def content_fingerprint(self, indexes: dict[str, dict[str, Any]]) -> str:
         """Return the SHA-256 over everything that decides the samples, given each split's index.json.
@@ -148,10 +157,17 @@ def read_file(folder: str, name: str) -> bytes:
         raise cannot_read(f"{folder}/{name}", error, "check the path and its permissions") from error
 
 
-def read_json(folder: str, name: str) -> dict[str, Any]:
-    """Read a JSON object of a prepared folder. Raises DataError when it is missing or damaged."""
+def read_json(folder: str, name: str, expected_sha256: str | None = None) -> dict[str, Any]:
+    """Read a JSON object of a prepared folder. Raises DataError when it is missing, damaged or not the one expected."""
+    content = read_file(folder, name)
+    found = sha256(content)
+    if expected_sha256 not in (None, found):
+        raise DataError(
+            f"{folder}/{name} is not that of its manifest (SHA-256 {found}, expected {expected_sha256}): restore it or "
+            "prepare again with --overwrite."
+        )
     try:
-        value = json.loads(read_file(folder, name))
+        value = json.loads(content)
     except ValueError as error:
         raise DataError(f"{folder}/{name} is damaged ({error}): prepare again with --overwrite.") from error
     if not isinstance(value, dict):
@@ -167,8 +183,14 @@ def load_manifest(folder: str) -> Manifest:
             f"{folder}/{MANIFEST_FILE} has format {value.get('format_version')}, but this version reads "
             f"format {FORMAT_VERSION}: prepare again."
         )
+    expected = value.pop("sha256", None)
+    if expected not in (None, _hash(value)):
+        raise DataError(
+            f"{folder}/{MANIFEST_FILE} is damaged (SHA-256 {_hash(value)}, expected {expected}): prepare again with "
+            "--overwrite."
+        )
     try:
-        splits = {name: SplitCounts.from_json(split) for name, split in value["splits"].items()}
+        splits = {name: SplitCounts.from_json(value["splits"][name]) for name in SPLITS}
         return Manifest(**value | {"splits": splits})
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise DataError(f"{folder}/{MANIFEST_FILE} is damaged ({error}): prepare again with --overwrite.") from error
@@ -181,6 +203,11 @@ def check_sources(number: int, where: str) -> None:
             f"The records of {where} name more than {MAX_SOURCES:,} sources (meta.redpajama_set_name): give them fewer "
             "names."
         )
+
+
+def _hash(content: dict[str, Any]) -> str:
+    """The SHA-256 of what manifest.json holds, the same before it is written and after it is read."""
+    return sha256(json.dumps(content).encode())
 
 
 def length_class(tokens: int) -> int:

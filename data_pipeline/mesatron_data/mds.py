@@ -15,8 +15,9 @@ import zstandard
 from mesatron_data.choice import Segment, read_chosen
 from mesatron_data.errors import DataError
 from mesatron_data.files import sync, write_atomically
-from mesatron_data.manifest import read_json
+from mesatron_data.manifest import Manifest, load_manifest, read_json
 from mesatron_data.pack import Sample, best_fit, cut, padding, pieces_of
+from mesatron_data.records import SPLITS
 from mesatron_data.store import is_remote, normal, read_bytes, upload
 
 INDEX_FILE = "index.json"
@@ -118,20 +119,48 @@ def index_of(shards: list[dict[str, Any]]) -> bytes:
     return json.dumps({"version": 2, "shards": shards}, sort_keys=True).encode()
 
 
-def shard_files(folder: str | Path, split: str) -> list[dict[str, Any]]:
-    """Return the shard descriptions of a split's index.json (keys used: samples, raw_data and zip_data with basename,
-    bytes, hashes).
+def shard_files(folder: str | Path, manifest: Manifest) -> dict[str, list[dict[str, Any]]]:
+    """Return the shard descriptions of each split's index.json (keys used: samples, raw_data and zip_data with
+    basename, bytes, hashes).
 
-    Raises DataError when the index is missing or is not one that `prepare` wrote.
+    Raises DataError when an index is missing or is not the one that `prepare` wrote with this manifest.
     """
-    shards = read_json(str(folder), f"{split}/{INDEX_FILE}").get("shards")
-    if not isinstance(shards, list) or not all(
-        shard.get("zip_data") and shard.get("compression") == COMPRESSION for shard in shards
-    ):
-        raise DataError(
-            f"{folder}/{split}/{INDEX_FILE} was not written by `mesatron data prepare`: prepare again with --overwrite."
+    listed: dict[str, list[dict[str, Any]]] = {}
+    for split in SPLITS:
+        name = f"{split}/{INDEX_FILE}"
+        shards = read_json(str(folder), name, manifest.index_sha256.get(split)).get("shards")
+        if not isinstance(shards, list) or not all(_is_ours(shard, manifest) for shard in shards):
+            raise DataError(
+                f"{folder}/{name} is damaged, or was not written by `mesatron data prepare`: prepare again with "
+                "--overwrite."
+            )
+        listed[split] = shards
+    indexes = {split: {"shards": shards} for split, shards in listed.items()}
+    if manifest.content_fingerprint(indexes) != manifest.fingerprint:
+        raise DataError(f"The shards listed in {folder} are not those of its manifest: prepare again with --overwrite.")
+    return listed
+
+
+def _is_ours(shard: Any, manifest: Manifest) -> bool:
+    """Whether a shard's description is such as `write_shard` returns for these data."""
+    import numpy as np
+
+    try:
+        fields = sorted(columns(manifest.token_dtype, manifest.context_length).items())
+        common = {
+            "column_names": [name for name, _ in fields],
+            "column_encodings": [encoding for _, encoding in fields],
+            "column_sizes": [None, None, (manifest.context_length + 1) * np.dtype(manifest.token_dtype).itemsize],
+            "compression": COMPRESSION, "format": "mds", "hashes": HASHES, "version": 2,
+        }  # fmt: skip
+        own = {"raw_data", "samples", "size_limit", "zip_data"}
+        return (
+            shard == common | {key: shard[key] for key in own}
+            and all(shard[part].keys() == {"basename", "bytes", "hashes"} for part in ("raw_data", "zip_data"))
+            and all(shard[part]["hashes"].keys() == set(HASHES) for part in ("raw_data", "zip_data"))
         )
-    return shards
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
 def decode_shard(shard: dict[str, Any], raw: bytes, first: int = 0, step: int = 1) -> Iterator[Sample]:
@@ -152,7 +181,7 @@ def read_samples(
 ) -> Iterator[Sample]:
     """Yield the stored samples of a prepared folder (local path or URL) in order: every one, or no more than
     `most_samples`, evenly spread over no more than `most_shards`, which are evenly spread too."""
-    shards = shard_files(folder, split)
+    shards = shard_files(folder, load_manifest(str(folder)))[split]
     shards = shards[:: max(1, ceil(len(shards) / most_shards))]
     step = max(1, ceil(sum(shard["samples"] for shard in shards) / most_samples))
     position = 0

@@ -7,6 +7,7 @@ object store it lies in the folder for token files instead:
                                    there by tokenizer and input folder, for other preparations may be at theirs
     .OUTPUT.partial/REQUEST/notes  descriptions of finished shards
     .OUTPUT.partial/REQUEST/data   what becomes OUTPUT
+    .OUTPUT.partial.lock           locked by those who work there; NFS has no locks of folders
 """
 
 import fcntl
@@ -21,7 +22,7 @@ import numpy as np
 
 from mesatron_data.choice import Cleaning
 from mesatron_data.errors import DataError
-from mesatron_data.files import PARTIAL_SUFFIX, remove_partial, sha256, sync
+from mesatron_data.files import PARTIAL_SUFFIX, open_lock, remove_partial, sha256, sync
 from mesatron_data.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest, load_manifest
 from mesatron_data.mds import shard_files
 from mesatron_data.records import SPLITS, list_files
@@ -136,8 +137,8 @@ def existing(plan: Plan, overwrite: bool) -> Manifest | None:
         raise DataError(
             f"{output} was prepared from other input or settings: choose another output folder or ask to overwrite it."
         )
-    for split in SPLITS:
-        for shard in shard_files(output, split):
+    for split, shards in shard_files(output, manifest).items():
+        for shard in shards:
             name = f"{split}/{shard['zip_data']['basename']}"
             if files.get(name) != shard["zip_data"]["bytes"]:
                 raise DataError(
@@ -148,9 +149,11 @@ def existing(plan: Plan, overwrite: bool) -> Manifest | None:
 
 @contextmanager
 def locked(plan: Plan, alone: bool) -> Iterator[None]:
-    """Make the work folder and hold a lock on it: with `alone` against every other run, else against those that are."""
+    """Make the work folder and hold its lock: with `alone` against every other run, else against those that are. Who
+    has gone through alone leaves no lock file."""
     plan.work.mkdir(parents=True, exist_ok=True)
-    lock = os.open(plan.work, os.O_RDONLY)
+    path = plan.work.with_name(f"{plan.work.name}.lock")
+    lock = open_lock(path)
     try:
         try:
             fcntl.flock(lock, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -159,6 +162,8 @@ def locked(plan: Plan, alone: bool) -> Iterator[None]:
                 f"Another run is writing {plan.output}: wait for it or choose another output folder."
             ) from error
         yield
+        if alone:
+            path.unlink()
     finally:
         os.close(lock)
 

@@ -13,10 +13,9 @@ import numpy as np
 
 from mesatron_data.cache import ShardCache
 from mesatron_data.errors import DataError
-from mesatron_data.manifest import load_manifest
+from mesatron_data.manifest import UNPACKED_FOLDER, load_manifest
 from mesatron_data.mds import shard_files
 from mesatron_data.pack import Sample
-from mesatron_data.records import SPLITS
 from mesatron_data.store import is_remote, normal
 
 
@@ -24,7 +23,7 @@ class SampleReader:
     """One split of a prepared folder; any number of processes may have it open, with the same cache folder or not.
 
     folder             local path or URL
-    cache_folder       where unpacked shards are kept, needed for a URL; without it, beside the packed ones
+    cache_folder       where unpacked shards are kept, needed for a URL; without it, `unpacked` in the data folder
     cache_limit_bytes  that `cache_folder` may take; 0 for no limit
 
     Attributes: manifest, samples (how many), samples_per_shard and bytes_per_shard (unpacked) [shards] int64, cache.
@@ -38,18 +37,13 @@ class SampleReader:
             what = f"{folder} is remote" if is_remote(folder) else "data.cache_limit_bytes is set"
             raise DataError(f"{what}: name a cache folder on this machine for its shards (data.cache_folder).")
         self.manifest = load_manifest(folder)
-        indexes = {name: {"shards": shard_files(folder, name)} for name in SPLITS}
-        if self.manifest.content_fingerprint(indexes) != self.manifest.fingerprint:
-            raise DataError(
-                f"The shards listed in {folder} are not those of its manifest: prepare again with --overwrite."
-            )
-        shards = indexes[split]["shards"]
+        shards = shard_files(folder, self.manifest)[split]
         self.samples_per_shard = np.array([shard["samples"] for shard in shards], np.int64)
         self.bytes_per_shard = np.array([shard["raw_data"]["bytes"] for shard in shards], np.int64)
         self.samples = int(self.samples_per_shard.sum())
         self._begins = [0, *self.samples_per_shard.cumsum().tolist()[:-1]]
-        name = f"{self.manifest.fingerprint[:16]}/{split}"
-        self.cache = ShardCache(f"{folder}/{split}", shards, cache_folder, name, cache_limit_bytes)
+        root, name = cache_folder or Path(folder, UNPACKED_FOLDER), f"{self.manifest.unpacked_name}/{split}"
+        self.cache = ShardCache(f"{folder}/{split}", shards, root, name, cache_limit_bytes)
 
     def read(self, sample_id: int) -> Sample:
         """Return one sample, fetching its shard if need be. Safe in threads. Raises DataError when the shard is

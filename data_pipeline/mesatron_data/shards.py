@@ -15,7 +15,7 @@ from pathlib import Path
 from mesatron_data.choice import ChosenFile, Segment, survey
 from mesatron_data.duplicates import find_duplicates
 from mesatron_data.errors import DataError
-from mesatron_data.files import writing
+from mesatron_data.files import sha256, writing
 from mesatron_data.manifest import MANIFEST_FILE, Manifest, SplitCounts, check_sources
 from mesatron_data.mds import INDEX_FILE, ShardJob, WrittenShard, index_of, write_shard
 from mesatron_data.pack import sample_count
@@ -23,6 +23,7 @@ from mesatron_data.plan import Options, Plan, clear, existing, locked, make_plan
 from mesatron_data.records import SPLITS, check_skipped, check_truncated
 from mesatron_data.store import is_remote, list_sizes
 from mesatron_data.tokens import TokenJob, find, read_tables, tokenize
+from mesatron_data.verify import note_sound
 from mesatron_data.workers import Workers, open_workers
 
 
@@ -114,9 +115,12 @@ def prepare(
             {split: {"shards": [written.shard for written in shards[split]]} for split in SPLITS}
         )
         _check_stored(plan, shards)
-        small = {f"{split}/{INDEX_FILE}": index_of([one.shard for one in shards[split]]) for split in SPLITS}
+        indexes = {split: index_of([one.shard for one in shards[split]]) for split in SPLITS}
+        manifest.index_sha256 = {split: sha256(index) for split, index in indexes.items()}
+        small = {f"{split}/{INDEX_FILE}": index for split, index in indexes.items()}
         small |= {plan.tokenizer.file: plan.tokenizer.model, MANIFEST_FILE: manifest.to_json()}
         put_in_place(plan, small)
+        note_sound(plan.output)
         shutil.rmtree(plan.work)
     return Prepared(manifest, reused=False)
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mesatron_data.manifest import Manifest, SourceCounts, SplitCounts, read_json
+from mesatron_data.files import sha256
+from mesatron_data.manifest import Manifest, SourceCounts, SplitCounts, read_file, read_json
 from mesatron_data.mds import COMPRESSION, HASHES, columns
 from mesatron_data.mosaic import streaming
 from mesatron_data.pack import Documents, cut
@@ -42,6 +43,7 @@ def write_shards(folder: Path, vocabulary_size: int, context_length: int, sample
         manifest.splits[split] = SplitCounts(samples=count, sources={"a": SourceCounts(), "b": SourceCounts()})
     indexes = {split: read_json(str(folder), f"{split}/index.json") for split in samples}
     manifest.fingerprint = manifest.content_fingerprint(indexes)
+    manifest.index_sha256 = {split: sha256(read_file(str(folder), f"{split}/index.json")) for split in samples}
     (folder / "tokenizer.model").touch()
     (folder / "manifest.json").write_bytes(manifest.to_json())
     return folder

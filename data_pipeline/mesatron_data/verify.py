@@ -1,7 +1,14 @@
-"""Check a prepared data folder against its manifest (`mesatron data verify`)."""
+"""Check a prepared data folder against its manifest (`mesatron data verify`).
+
+Packed shards that were found sound are noted in the folder's verified.json, each with its size, the time of its last
+change (which a copy does not share) and its SHA-1, so that runs need not read them again. A folder that cannot be
+written to has no such note.
+"""
 
 import hashlib
 import json
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,96 +17,131 @@ from typing import Any
 import zstandard
 
 from mesatron_data.errors import DataError
-from mesatron_data.files import PARTIAL_SUFFIX, cannot_read, remove_partial, sha256, write_atomically
-from mesatron_data.manifest import Manifest, load_manifest, read_file
+from mesatron_data.files import cannot_read, remove_partial, sha256, write_atomically
+from mesatron_data.manifest import UNPACKED_FOLDER, Manifest, load_manifest, read_file
 from mesatron_data.mds import decode_shard, shard_files
 from mesatron_data.pack import padding
-from mesatron_data.records import SPLITS
 from mesatron_data.store import is_remote, normal, read_bytes
 
 VERIFIED_FILE = "verified.json"
+NOTE_SECONDS = 30.0
+"""Between two notes of a verification: so much of it is done again after a kill."""
+RESTORE = "restore it or prepare again with --overwrite"
+Facts = dict[str, list[int | str]]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was checked: shards, samples, and bytes read from the disk; `contents` says whether the samples were
-    looked at too."""
+    """What was checked: shards, samples, and bytes read from the disk."""
 
     manifest: Manifest
     shards: int
     samples: int
     bytes: int
-    contents: bool
 
 
-def verify(folder: str | Path, contents: bool = True) -> Report:
-    """Check that a prepared folder (local path or URL) is whole: fingerprint, tokenizer, each shard's size and SHA-1.
+def verify(folder: str | Path) -> Report:
+    """Check that a prepared folder (local path or URL) is whole: fingerprint, tokenizer, each shard's size and SHA-1,
+    packed and unpacked, sample counts, token ids and document starts.
 
-    With `contents`, shards are also unpacked: the SHA-1 of the unpacked bytes, sample counts, token ids and document
-    starts are checked. Unpacked copies that training left beside the shards are checked as well. Raises DataError
-    naming the first fault.
+    Copies that training has unpacked in the folder are checked as well. Raises DataError naming the first fault.
     """
     folder = normal(folder)
-    manifest = load_manifest(folder)
-    indexes = {split: {"shards": shard_files(folder, split)} for split in SPLITS}
-    if manifest.content_fingerprint(indexes) != manifest.fingerprint:
-        raise DataError(f"The shards listed in {folder} are not those of its manifest: prepare again with --overwrite.")
-    if sha256(read_file(folder, manifest.tokenizer_file)) != manifest.tokenizer_sha256:
-        raise DataError(
-            f"{folder}/{manifest.tokenizer_file} is not the tokenizer the data were made with: restore it or prepare "
-            "again with --overwrite."
-        )
-    shards = samples = size = 0
-    for split, index in indexes.items():
-        listed = sum(shard["samples"] for shard in index["shards"])
-        if listed != manifest.splits[split].samples:
-            raise DataError(
-                f"{folder}/{split} lists {listed} samples, but the manifest "
-                f"{manifest.splits[split].samples}: prepare again with --overwrite."
-            )
-        for shard in index["shards"]:
-            here = f"{folder}/{split}"
-            packed = _read(here, shard["zip_data"])
-            if not is_remote(here) and Path(here, shard["raw_data"]["basename"]).exists():
-                _read(here, shard["raw_data"])
-            if contents:
-                _check_contents(here, shard, packed, manifest)
-            shards += 1
-            samples += shard["samples"]
-            size += len(packed)
-    return Report(manifest, shards, samples, size, contents)
+    manifest, listed = _listed(folder)
+    facts = _facts(folder, listed)
+    samples = size = 0
+    for split, shard in listed:
+        here, unpacked = f"{folder}/{split}", f"{folder}/{UNPACKED_FOLDER}/{manifest.unpacked_name}/{split}"
+        packed = _read(here, shard["zip_data"])
+        if not is_remote(folder) and Path(unpacked, shard["raw_data"]["basename"]).exists():
+            _read(unpacked, shard["raw_data"])
+        _check_contents(here, shard, packed, manifest)
+        samples += shard["samples"]
+        size += len(packed)
+    if not is_remote(folder):
+        _note(folder, facts)
+    return Report(manifest, len(listed), samples, size)
 
 
-def verify_once(folder: str | Path) -> None:
-    """`verify` the bytes of a local prepared folder unless they were verified before and no file has changed since.
+def verify_once(folder: str | Path, alive: Callable[[], None] = lambda: None) -> None:
+    """Check that a local prepared folder is whole, but no bytes of shards that are noted as sound; calls `alive` after
+    each shard that it reads.
 
-    What was verified is noted in verified.json, by name, size and time of each file; a folder that cannot be written
-    to is verified every time. A remote folder is left to the readers, which check each shard as they fetch it.
+    A verification that is killed is gone on with by the next. A remote folder is left to the readers, which check each
+    shard as they fetch it. Raises DataError naming the first fault.
     """
-    if is_remote(normal(folder)):
+    folder = normal(folder)
+    if is_remote(folder):
         return
-    folder = Path(normal(folder))
-    note = folder / VERIFIED_FILE
-    found = _file_facts(folder)
+    _, listed = _listed(folder)
+    facts, noted = _facts(folder, listed), _noted(folder)
+    sound = {name: fact for name, fact in facts.items() if noted.get(name) == fact}
+    last_note = time.monotonic()
+    for split, shard in listed:
+        name = _name(split, shard)
+        if name in sound:
+            continue
+        _read(f"{folder}/{split}", shard["zip_data"])
+        sound[name] = facts[name]
+        alive()
+        if time.monotonic() >= last_note + NOTE_SECONDS:
+            _note(folder, sound)
+            last_note = time.monotonic()
+    if sound != noted:
+        _note(folder, sound)
+
+
+def note_sound(folder: str | Path) -> None:
+    """Note all shards of a prepared folder as sound, which were just written; a remote one has no note."""
+    folder = normal(folder)
+    if not is_remote(folder):
+        _note(folder, _facts(folder, _listed(folder)[1]))
+
+
+def _listed(folder: str) -> tuple[Manifest, list[tuple[str, dict[str, Any]]]]:
+    """The manifest, and the split and description of each shard, after all files but the shards were checked."""
+    manifest = load_manifest(folder)
+    listed = shard_files(folder, manifest)
+    if sha256(read_file(folder, manifest.tokenizer_file)) != manifest.tokenizer_sha256:
+        raise DataError(f"{folder}/{manifest.tokenizer_file} is not the tokenizer the data were made with: {RESTORE}.")
+    for split, shards in listed.items():
+        found, expected = sum(shard["samples"] for shard in shards), manifest.splits[split].samples
+        if found != expected:
+            raise DataError(
+                f"{folder}/{split} lists {found} samples, but the manifest {expected}: prepare again with --overwrite."
+            )
+    return manifest, [(split, shard) for split, shards in listed.items() for shard in shards]
+
+
+def _name(split: str, shard: dict[str, Any]) -> str:
+    return f"{split}/{shard['zip_data']['basename']}"
+
+
+def _facts(folder: str, listed: list[tuple[str, dict[str, Any]]]) -> Facts:
+    """What tells whether a packed shard is still the one that was read, by name; of a remote folder nothing."""
+    facts: Facts = {}
+    for split, shard in listed if not is_remote(folder) else ():
+        name = _name(split, shard)
+        try:
+            stat = Path(folder, name).stat()
+        except OSError as error:
+            raise cannot_read(f"shard {folder}/{name}", error, RESTORE) from error
+        facts[name] = [stat.st_size, stat.st_ctime_ns, shard["zip_data"]["hashes"]["sha1"]]
+    return facts
+
+
+def _noted(folder: str) -> Facts:
     try:
-        known = json.loads(note.read_bytes())
+        noted = json.loads(Path(folder, VERIFIED_FILE).read_bytes())
     except (OSError, ValueError):
-        known = None
-    if known == found:
-        return
-    verify(folder, contents=False)
+        return {}
+    return noted if isinstance(noted, dict) else {}
+
+
+def _note(folder: str, sound: Facts) -> None:
     with suppress(OSError):
-        remove_partial(folder)
-        write_atomically(note, json.dumps(found).encode())
-
-
-def _file_facts(folder: Path) -> dict[str, list[int]]:
-    """Size and time of every packed shard, index and description."""
-    files = [path for pattern in ("*", "*/*.zstd", "*/index.json") for path in sorted(folder.glob(pattern))]
-    own = [path for path in files if path.suffix != PARTIAL_SUFFIX and path.is_file()]
-    facts = {str(path.relative_to(folder)): path.stat() for path in own}
-    facts.pop(VERIFIED_FILE, None)
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in facts.items()}
+        remove_partial(Path(folder))
+        write_atomically(Path(folder, VERIFIED_FILE), json.dumps(sound).encode())
 
 
 def _read(folder: str, expected: dict[str, Any]) -> bytes:
@@ -108,23 +150,17 @@ def _read(folder: str, expected: dict[str, Any]) -> bytes:
     try:
         data = read_bytes(place)
     except OSError as error:
-        raise cannot_read(f"shard {place}", error, "restore it or prepare again with --overwrite") from error
+        raise cannot_read(f"shard {place}", error, RESTORE) from error
     _check_bytes(place, data, expected)
     return data
 
 
 def _check_bytes(place: str, data: bytes, expected: dict[str, Any]) -> None:
     if len(data) != expected["bytes"]:
-        raise DataError(
-            f"Shard {place} has {len(data)} bytes, expected {expected['bytes']}: restore it or prepare again with "
-            "--overwrite."
-        )
+        raise DataError(f"Shard {place} has {len(data)} bytes, expected {expected['bytes']}: {RESTORE}.")
     found = hashlib.sha1(data).hexdigest()
     if found != expected["hashes"]["sha1"]:
-        raise DataError(
-            f"Shard {place} is damaged (SHA-1 {found}, expected {expected['hashes']['sha1']}): restore it or "
-            "prepare again with --overwrite."
-        )
+        raise DataError(f"Shard {place} is damaged (SHA-1 {found}, expected {expected['hashes']['sha1']}): {RESTORE}.")
 
 
 def _check_contents(folder: str, shard: dict[str, Any], packed: bytes, manifest: Manifest) -> None:

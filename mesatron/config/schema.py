@@ -157,8 +157,8 @@ class DataConfig(Section):
     reset_state_at_documents: bool = False
     """Start every document with an empty mixer state instead of letting state flow across BOS."""
     cache_folder: Path | None = None
-    """Where training keeps unpacked shards, one folder for any number of runs; needed where `folder` is a URL, and
-    without it they lie beside the packed ones."""
+    """Where training keeps unpacked shards, one folder for any number of runs; needed where `folder` is a URL or may
+    not be written to, and without it they lie in `unpacked` there."""
     cache_limit_bytes: NonNegativeInt = 0
     """Bytes that `cache_folder` may take; 0 for no limit. The least recently used shards go."""
     prefetch_batches: PositiveInt = 2

@@ -75,8 +75,11 @@ class World:
         error.already_reported = error.in_all_processes = True
         return error
 
-    def from_first(self, decide: Callable[[], T]) -> T:
-        """What `decide` returns in the first process, in every process; a reported fault of it is raised in all."""
+    def from_first(self, decide: Callable[[], T], alive: Callable[[], None] | None = None) -> T:
+        """What `decide` returns in the first process, in every process; a reported fault of it is raised in all.
+
+        It may take as long as a collective may, with `alive` any time: the others call that as they wait.
+        """
         outcome: list[Any] = [None, None]
         if self.is_first:
             try:
@@ -85,17 +88,28 @@ class World:
                 outcome[1] = error
             except Exception:
                 outcome[1] = PeerLostError("The first process has failed.")
-                if self.size > 1:
-                    dist.broadcast_object_list(outcome, src=0)
+                self._share(outcome, alive)
                 raise
-        if self.size > 1:
-            dist.broadcast_object_list(outcome, src=0)
+        self._share(outcome, alive)
         value, fault = outcome
         if isinstance(fault, PeerLostError):
             raise fault
         if fault is not None:
             raise self.raised_by_all(fault)
         return value
+
+    def _share(self, outcome: list[Any], alive: Callable[[], None] | None) -> None:
+        """Put the first process's `outcome` in place in the others."""
+        if self.size == 1:
+            return
+        if alive:
+            key, begin = f"decision {next(self.numbers)}", time.monotonic()
+            if self.is_first:
+                self.store.set(key, "")
+            while not self.store.check([key]):
+                alive()
+                time.sleep(min(1.0, 0.01 + (time.monotonic() - begin) / 10))
+        dist.broadcast_object_list(outcome, src=0)
 
 
 def start(patience_seconds: float = 0.0) -> World:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mesatron_data.manifest import Manifest, load_manifest
 from mesatron_data.tokenizer import Tokenizer
 from mesatron_data.verify import verify_once
@@ -10,10 +12,11 @@ from mesatron.config import Config, check_prepared
 from mesatron.errors import DataError
 
 
-def open_data(config: Config) -> Manifest:
+def open_data(config: Config, alive: Callable[[], None]) -> Manifest:
     """The manifest of `data.folder`, after its shards were verified and compared with the config.
 
-    Shards of an object store are verified as they are fetched. Raises DataError, naming both sides, when vocabulary,
+    `alive` is called after each shard that has to be read for that; those of an object store are verified as they are
+    fetched. Raises DataError, naming both sides, when vocabulary,
     packed length or tokenizer differ or a shard is damaged.
     """
     folder = config.data.folder
@@ -24,5 +27,5 @@ def open_data(config: Config) -> Manifest:
             f"{folder} was prepared with another tokenizer than {config.tokenizer.path}; prepare again with "
             "--overwrite."
         )
-    verify_once(folder)
+    verify_once(folder, alive)
     return manifest

@@ -101,7 +101,7 @@ def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow
 
 
 START_SECONDS = 1800.0
-"""The watchdog waits at least so long for what verifies shards or compiles kernels, as long as all processes live."""
+"""The watchdog waits at least so long for what compiles kernels or reads a shard, as long as all processes live."""
 PROBE_SEQUENCES = 8
 PROBE_TOLERANCES = {"fp32": 1e-4, "bf16": 2e-3}
 """Largest relative change of the probe's loss between saving and resuming: rounding of another layout."""
@@ -123,7 +123,7 @@ class Trainer:
         data_size = world.from_first(lambda: data_parallel_size(config, world.size))
         self.accumulation_steps = world.from_first(lambda: accumulation_steps(config, data_size))
         self.layout = lay_out(config, world)
-        self.manifest: Manifest = world.from_first(lambda: open_data(config))
+        self.manifest: Manifest = world.from_first(lambda: open_data(config, watchdog.tick), watchdog.tick)
         self.stragglers = Stragglers(config.monitor.straggler_ratio, world.gather(os.uname().nodename))
         self.timer = PhaseTimer(world.device, lambda phase: watchdog.begin(f"in {phase} of step {self.step + 1}"))
         self.step = start.step

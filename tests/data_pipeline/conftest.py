@@ -1,6 +1,9 @@
 """Shared inputs of the data pipeline tests: records written on the spot, a small tokenizer and a prepared folder."""
 
+import errno
+import fcntl
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,3 +105,16 @@ def prepare_texts(tmp_path: Path, tokenizer_path: Path) -> Callable[..., Path]:
         return tmp_path / "out"
 
     return make
+
+
+@pytest.fixture
+def locks_of_nfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exclusive locks are refused, as NFS does it, where the file is not open for writing."""
+    flock = fcntl.flock
+
+    def lock(file: int, operation: int) -> None:
+        if operation & fcntl.LOCK_EX and fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock)

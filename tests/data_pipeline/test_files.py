@@ -64,7 +64,7 @@ def test_leftovers_are_removed_where_the_same_is_written_again(
 ) -> None:
     folder = tmp_path / "folder"
     if what == "verified data":
-        shutil.copytree(prepared, folder, ignore=shutil.ignore_patterns("*.mds"))
+        shutil.copytree(prepared, folder, ignore=shutil.ignore_patterns("unpacked"))
         left = leave(folder / "verified.json")
         verify_once(folder)
     else:

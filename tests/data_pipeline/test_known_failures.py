@@ -24,7 +24,7 @@ ORDER: dict[str, Any] = {"seed": 7, "num_canonical_nodes": 3, "shuffle_block_siz
 NOBODY = 65534
 
 
-def _read(answer: Connection, folder: Path, cache: Path, steps: int, limit: int, user: int) -> None:
+def _read(answer: Connection, folder: Path, cache: Path | None, steps: int, limit: int, user: int) -> None:
     if limit:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -41,7 +41,9 @@ def _read(answer: Connection, folder: Path, cache: Path, steps: int, limit: int,
 
 
 @contextmanager
-def reading(folder: Path, cache: Path, steps: int = 3, limit: int = 0, user: int = 0) -> Iterator[tuple[Any, int]]:
+def reading(
+    folder: Path, cache: Path | None, steps: int = 3, limit: int = 0, user: int = 0
+) -> Iterator[tuple[Any, int]]:
     """Another process that reads, says what or why not, and waits until the block ends; that, and its id."""
     context = multiprocessing.get_context("fork")  # what another user may not import is there already
     here, there = context.Pipe()
@@ -62,7 +64,7 @@ def ids(stream: TrainStream, steps: int) -> list[list[int]]:
 
 @pytest.fixture
 def copy(prepared: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(prepared, tmp_path / "data", ignore=shutil.ignore_patterns("*.mds"))
+    return shutil.copytree(prepared, tmp_path / "data", ignore=shutil.ignore_patterns("unpacked"))
 
 
 def test_a_killed_run_leaves_nothing_that_the_next_could_trip_over(copy: Path, tmp_path: Path) -> None:
@@ -113,7 +115,7 @@ def open_folder() -> Iterator[Path]:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
 def test_two_users_read_the_same_folder(prepared: Path, open_folder: Path) -> None:
     """Each with a cache of its own; then the second from the first one's cache, which it may read but not write."""
-    data = shutil.copytree(prepared, open_folder / "data", ignore=shutil.ignore_patterns("*.mds"))
+    data = shutil.copytree(prepared, open_folder / "data", ignore=shutil.ignore_patterns("unpacked"))
     own, other = open_folder / "own", open_folder / "other"
     other.mkdir()
     os.chown(other, NOBODY, NOBODY)
@@ -125,8 +127,21 @@ def test_two_users_read_the_same_folder(prepared: Path, open_folder: Path) -> No
         gone = min(own.rglob("shard.*.mds"))
         gone.unlink()
         with reading(data, own, steps=20, user=NOBODY) as (fourth, _):
-            assert fourth.startswith(f"DataError Cannot read shard {gone.name}.zstd of ")
-            assert "Permission denied" in fourth
+            assert fourth.startswith(
+                f"DataError Cannot unpack shard {gone.name}.zstd into {gone.parent}: Permission denied"
+            )
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+def test_a_data_folder_that_may_not_be_written(prepared: Path, open_folder: Path) -> None:
+    """It is read where another user has unpacked all there is, and else data.cache_folder is what helps."""
+    data = shutil.copytree(prepared, open_folder / "data", ignore=shutil.ignore_patterns("unpacked"))
+    with reading(data, None, user=NOBODY) as (refused, _):
+        assert refused.startswith(f"DataError Cannot unpack shards into {data}/unpacked/")
+        assert refused.endswith(": Permission denied; name a folder that can be written to in data.cache_folder.")
+    with reading(data, None, steps=20) as (expected, _), reading(data, None, steps=20, user=NOBODY) as (found, _):
+        assert isinstance(expected, list)
+        assert found == expected
 
 
 def test_epochs_end_together_for_any_ranks_and_readers(prepared: Path) -> None:

@@ -23,16 +23,18 @@ from mesatron_data.mds import read_samples
 from mesatron_data.shards import Progress, prepare, tokenize_share
 from mesatron_data.tokenizer import Tokenizer
 from mesatron_data.tokenizer_training import train_tokenizer
+from mesatron_data.verify import VERIFIED_FILE
 
 CONTEXT_LENGTH = 16
 SHARD_BYTES = 3000
 
 
 def files_of(folder: Path) -> dict[str, str]:
+    """What was prepared there, by hash; without what streams have unpacked and the note of times."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and folder / "unpacked" not in path.parents and path.name != VERIFIED_FILE
     }
 
 
@@ -91,11 +93,17 @@ def test_the_same_input_gives_the_same_bytes(
     workers = 3 if way == "three workers" else 1
     result = prepare(*paths, shard_bytes=SHARD_BYTES, workers=workers, merge_only=way == "tasks")
     assert not result.reused
-    assert files_of(tmp_path / "again") == {
-        name: digest for name, digest in files_of(prepared).items() if not name.endswith(".mds")
-    }
+    assert files_of(tmp_path / "again") == files_of(prepared)
     assert [path.name for path in tmp_path.iterdir()] == ["again"]
     assert tokenize_share(*paths, 0, 3, shard_bytes=SHARD_BYTES) == 0
+
+
+@pytest.mark.usefixtures("locks_of_nfs")
+def test_preparing_on_nfs(records: Path, tokenizer_path: Path, tmp_path: Path) -> None:
+    paths = (str(records), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH)
+    tokenize_share(*paths, 0, 1)
+    assert prepare(*paths, merge_only=True).manifest.splits["train"].documents == 323
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_merging_needs_every_task(records: Path, tokenizer_path: Path, tmp_path: Path) -> None:
@@ -311,9 +319,7 @@ def test_a_killed_run_is_gone_on_with(records: Path, tokenizer_path: Path, prepa
         assert {path: path.stat().st_mtime_ns for path in made} == made, "what is finished is not made again"
         made = {path: path.stat().st_mtime_ns for path in finished}
     prepare(str(records), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH, shard_bytes=SHARD_BYTES)
-    assert files_of(tmp_path / "out") == {
-        name: digest for name, digest in files_of(prepared).items() if not name.endswith(".mds")
-    }
+    assert files_of(tmp_path / "out") == files_of(prepared)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -347,9 +353,7 @@ def test_notes_that_outlive_their_shards_are_not_believed(
     if output == "is gone":
         shutil.rmtree(tmp_path / "out")
     prepare(*paths, shard_bytes=SHARD_BYTES, overwrite=output == "stays")
-    assert files_of(tmp_path / "out") == {
-        name: digest for name, digest in files_of(prepared).items() if not name.endswith(".mds")
-    }
+    assert files_of(tmp_path / "out") == files_of(prepared)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -393,7 +397,7 @@ def test_a_damaged_manifest_is_named(prepared: Path, tmp_path: Path) -> None:
 def test_a_manifest_from_before_packings_and_cleaning_is_read(prepared: Path, tmp_path: Path) -> None:
     manifest = json.loads((prepared / "manifest.json").read_text())
     expected = load_manifest(str(prepared))
-    for key in ("packing", "tokenizer_file"):
+    for key in ("packing", "tokenizer_file", "index_sha256", "sha256"):
         del manifest[key]
     for split in manifest["splits"].values():
         for key in ("duplicates", "removed", "padding_tokens", "cuts", "source_samples"):

@@ -17,6 +17,7 @@ from mesatron_data.batch import IGNORED_TARGET, Batch
 from mesatron_data.errors import DataError, StorageError
 from mesatron_data.manifest import load_manifest
 from mesatron_data.mds import read_samples
+from mesatron_data.shards import prepare
 from mesatron_data.stream import TrainStream, ValidationSet, epoch_order
 
 GLOBAL_BATCH = 12
@@ -245,7 +246,7 @@ def test_a_missing_folder_and_a_url_without_cache(tmp_path: Path) -> None:
 @pytest.fixture
 def copy(prepared: Path, tmp_path: Path) -> Path:
     """A fresh copy of the prepared folder, shards packed only."""
-    return shutil.copytree(prepared, tmp_path / "data", ignore=shutil.ignore_patterns("*.mds"))
+    return shutil.copytree(prepared, tmp_path / "data", ignore=shutil.ignore_patterns("unpacked"))
 
 
 def flip(path: Path) -> None:
@@ -283,7 +284,7 @@ def test_a_shard_whose_storage_fails_is_no_damage(copy: Path) -> None:
 
 def test_a_damaged_unpacked_shard_is_unpacked_again(copy: Path, plain: list[list[int]]) -> None:
     read_epoch(copy)
-    unpacked = copy / "train/shard.00001.mds"
+    (unpacked,) = copy.rglob("train/shard.00001.mds")
     good = unpacked.read_bytes()
     flip(unpacked)
     read_epoch(copy)
@@ -308,8 +309,30 @@ def test_an_index_of_other_shards_is_refused(copy: Path) -> None:
     index = json.loads((copy / "train/index.json").read_text())
     del index["shards"][-1]
     (copy / "train/index.json").write_text(json.dumps(index))
-    with pytest.raises(DataError, match="are not those of its manifest"):
+    with pytest.raises(DataError, match="is not that of its manifest"):
         TrainStream(str(copy), 4)
+
+
+@pytest.mark.usefixtures("locks_of_nfs")
+@pytest.mark.parametrize("limit_bytes", [0, 1 << 20])
+def test_shards_are_unpacked_on_nfs(copy: Path, plain: list[list[int]], tmp_path: Path, limit_bytes: int) -> None:
+    cache = tmp_path / "cache" if limit_bytes else None
+    with opened(copy, cache_folder=cache, cache_limit_bytes=limit_bytes) as stream:
+        assert ids(stream, len(plain)) == plain
+
+
+def test_a_run_whose_data_are_prepared_anew_ends(
+    copy: Path, records: Path, tokenizer_path: Path, tmp_path: Path
+) -> None:
+    """It has unpacked and checked every shard, and so has another run, in the same folder, as many of the new data."""
+    shutil.copytree(records, tmp_path / "in")
+    (tmp_path / "in/train/b.jsonl").rename(tmp_path / "in/train/0.jsonl")
+    with opened(copy, workers=0) as stream:
+        ids(stream, stream.steps_per_epoch)
+        prepare(str(tmp_path / "in"), copy, tokenizer_path, CONTEXT_LENGTH, shard_bytes=3000, overwrite=True)
+        read_epoch(copy)
+        with pytest.raises(DataError, match=r"unpacked/\w+/train was removed while a run read from it"):
+            next(stream)
 
 
 def test_a_cache_folder_is_shared_and_mended_and_leaves_the_data_alone(

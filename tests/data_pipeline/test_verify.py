@@ -1,7 +1,9 @@
 """`verify` against each kind of damage, one at a time; `inspect` and its page against what was prepared."""
 
 import json
+import random
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -11,7 +13,7 @@ import pytest
 from mesatron_data.errors import DataError
 from mesatron_data.inspect import inspect
 from mesatron_data.manifest import load_manifest
-from mesatron_data.mds import read_samples
+from mesatron_data.mds import read_samples, shard_files
 from mesatron_data.page import page
 from mesatron_data.plan import Options
 from mesatron_data.shards import prepare
@@ -20,7 +22,7 @@ from mesatron_data.verify import VERIFIED_FILE, verify, verify_once
 
 @pytest.fixture
 def copy(prepared: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(prepared, tmp_path / "data", ignore=shutil.ignore_patterns("*.mds"))
+    return shutil.copytree(prepared, tmp_path / "data", ignore=shutil.ignore_patterns("unpacked"))
 
 
 def test_a_whole_folder(copy: Path) -> None:
@@ -29,21 +31,55 @@ def test_a_whole_folder(copy: Path) -> None:
     assert report.shards == len(shards) > 3
     assert report.bytes == sum(shard.stat().st_size for shard in shards)
     assert report.samples == sum(split.samples for split in report.manifest.splits.values())
-    assert verify(copy, contents=False).samples == report.samples
 
 
-def test_verifying_once(copy: Path) -> None:
-    """Files that stay as they were are not read again; a changed one is."""
+def test_shards_that_stay_as_they_were_are_not_read_again(copy: Path) -> None:
+    """A changed one is, as are all of a copy; preparing and a full verification note all, other files do not matter."""
+    shards, read = len(list(copy.rglob("*.zstd"))), Counter[str]()
+    verify_once(copy, lambda: read.update(["copied"]))
+    verify_once(copy, lambda: read.update(["known"]))
+    (copy / "notes.txt").write_text("mine")
+    (copy / "train/notes.zstd").write_text("mine")
+    verify_once(copy, lambda: read.update(["beside other files"]))
+    next(copy.rglob("shard*.zstd")).touch()
+    verify_once(copy, lambda: read.update(["touched"]))
+    (copy / VERIFIED_FILE).unlink()
+    verify(copy)
+    verify_once(copy, lambda: read.update(["verified"]))
+    (copy / VERIFIED_FILE).write_text("[]")
+    verify_once(copy, lambda: read.update(["without a note"]))
+    assert read == {"copied": shards, "touched": 1, "without a note": shards}
+
+
+def test_what_was_just_prepared_is_not_read_again(prepare_texts: Callable[..., Path]) -> None:
+    folder, read = prepare_texts(["of and to in a is that"] * 20), Counter[str]()
+    verify_once(folder, lambda: read.update(["prepared"]))
+    assert not read
+
+
+def test_a_killed_verification_is_gone_on_with(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesatron_data.verify.NOTE_SECONDS", 0)
+    shards, read = len(list(copy.rglob("*.zstd"))), Counter[str]()
+
+    def read_until_killed() -> None:
+        read.update(["first"])
+        if read["first"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        verify_once(copy, read_until_killed)
+    verify_once(copy, lambda: read.update(["then"]))
+    assert read == {"first": 3, "then": shards - 2}
+
+
+def test_damage_is_found_whenever_it_comes(copy: Path) -> None:
     verify_once(copy)
-    note = copy / VERIFIED_FILE
-    before = note.read_bytes()
-    verify_once(copy)
-    assert note.read_bytes() == before
+    before = (copy / VERIFIED_FILE).read_bytes()
     damage(next(copy.rglob("*.zstd")))
     for _ in range(2):
         with pytest.raises(DataError, match="is damaged"):
             verify_once(copy)
-    assert note.read_bytes() == before
+    assert (copy / VERIFIED_FILE).read_bytes() == before
 
 
 def damage(path: Path) -> None:
@@ -52,13 +88,18 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-def edit(path: Path, change: Callable[[dict], None]) -> None:  # type: ignore[type-arg]
+def edit(path: Path, change: Callable[[dict], object]) -> None:  # type: ignore[type-arg]
     value = json.loads(path.read_text())
     change(value)
     path.write_text(json.dumps(value))
 
 
-@pytest.mark.parametrize("contents", [True, False])
+def make_older(folder: Path) -> None:
+    """Take from the manifest the hashes that older versions did not write."""
+    edit(folder / "manifest.json", lambda manifest: [manifest.pop(name) for name in ("sha256", "index_sha256")])
+
+
+@pytest.mark.parametrize("check", [verify, verify_once])
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
@@ -74,30 +115,77 @@ def edit(path: Path, change: Callable[[dict], None]) -> None:  # type: ignore[ty
             lambda folder: (folder / "train/shard.00000.mds.zstd").write_bytes(b"abc"),
             r"shard.00000.mds.zstd has 3 bytes, expected \d+",
         ),
-        (lambda folder: (folder / "train/shard.00001.mds").write_bytes(b"stale"), r"train/shard.00001.mds has 5 bytes"),
         (lambda folder: damage(folder / "tokenizer.model"), "is not the tokenizer the data were made with"),
         (
             lambda folder: edit(folder / "train/index.json", lambda index: index["shards"].pop()),
-            "not those of its manifest",
+            r"train/index.json is not that of its manifest \(SHA-256 \w+, expected \w+\)",
         ),
         (
-            lambda folder: edit(folder / "manifest.json", lambda manifest: manifest.update(context_length=8)),
-            "not those of its manifest",
-        ),
-        (
-            lambda folder: edit(
-                folder / "manifest.json", lambda manifest: manifest["splits"]["train"].update(samples=1)
-            ),
-            r"lists \d+ samples, but the manifest 1",
+            lambda folder: edit(folder / "manifest.json", lambda manifest: manifest.update(bos_id=8)),
+            r"manifest.json is damaged \(SHA-256 \w+, expected \w+\)",
         ),
         (lambda folder: (folder / "train/index.json").unlink(), "No train/index.json"),
         (lambda folder: (folder / "manifest.json").unlink(), "No manifest.json"),
     ],
 )
-def test_each_damage_is_named(copy: Path, harm: Callable[[Path], None], message: str, contents: bool) -> None:
+def test_each_damage_is_named(
+    copy: Path, harm: Callable[[Path], None], message: str, check: Callable[[Path], object]
+) -> None:
     harm(copy)
     with pytest.raises(DataError, match=message):
-        verify(copy, contents=contents)
+        check(copy)
+
+
+def test_a_damaged_unpacked_shard_is_named(copy: Path) -> None:
+    shards = copy / "unpacked" / load_manifest(str(copy)).unpacked_name / "train"
+    shards.mkdir(parents=True)
+    (shards / "shard.00001.mds").write_bytes(b"stale")
+    with pytest.raises(DataError, match=r"unpacked/\w+/train/shard.00001.mds has 5 bytes"):
+        verify(copy)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("train/index.json", lambda index: index["shards"].pop(), "not those of its manifest"),
+        ("manifest.json", lambda manifest: manifest.update(bos_id=8), "not those of its manifest"),
+        (
+            "manifest.json",
+            lambda manifest: manifest["splits"]["train"].update(samples=1),
+            r"lists \d+ samples, but the manifest 1",
+        ),
+        ("manifest.json", lambda manifest: manifest["splits"].pop("train"), r"manifest.json is damaged \('train'\)"),
+    ],
+)
+def test_damage_to_a_folder_of_an_older_version(
+    copy: Path, name: str, change: Callable[[dict], object], message: str  # type: ignore[type-arg]
+) -> None:  # fmt: skip
+    make_older(copy)
+    assert verify(copy).samples
+    edit(copy / name, change)
+    with pytest.raises(DataError, match=message):
+        verify(copy)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "train/index.json", "validation/index.json"])
+@pytest.mark.parametrize("older", [False, True])
+def test_a_flipped_bit_of_a_description_is_found(copy: Path, name: str, older: bool) -> None:
+    """Any bit is; in a folder of an older version, which lacks some hashes, at least nothing else is raised."""
+    if older:
+        make_older(copy)
+    path, draw = copy / name, random.Random(f"{name} {older}")
+    good = path.read_bytes()
+    for _ in range(400):
+        damaged = bytearray(good)
+        damaged[draw.randrange(len(good))] ^= 1 << draw.randrange(8)
+        path.write_bytes(damaged)
+        found = ""
+        try:
+            shard_files(copy, load_manifest(str(copy)))
+        except DataError as error:
+            found = str(error)
+        assert older or found, damaged
+        assert "\n" not in found
 
 
 def test_inspecting_a_damaged_shard(copy: Path) -> None:

@@ -1,4 +1,7 @@
-"""A half set up launch is refused instead of guessed."""
+"""A half set up launch is refused instead of guessed; a decision of the first process is waited for."""
+
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -31,3 +34,9 @@ def test_a_lost_peer_is_told_from_a_fault_that_it_caused() -> None:
     fault.__cause__ = lost
     assert distributed.is_lost_peer(fault)
     assert not distributed.is_lost_peer(DataError("Cannot open shards"))
+
+
+def test_a_decision_may_take_longer_than_a_collective(world: Callable) -> None:
+    """As when the first process reads all shards for half an hour."""
+    outcome = world(3, Path(__file__).with_name("slow_decision.py"))
+    assert outcome.exit_codes == [0, 0, 0], outcome.errors

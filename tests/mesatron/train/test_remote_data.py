@@ -33,7 +33,7 @@ def store(short_data: Path) -> Iterator[dict[str, str]]:
         client = boto3.client("s3")
         client.create_bucket(Bucket="data")
         for path in short_data.rglob("*"):
-            if path.is_file() and path.suffix != ".mds":
+            if path.is_file() and short_data / "unpacked" not in path.parents:
                 client.upload_file(str(path), "data", f"shards/{path.relative_to(short_data)}")
         yield variables
     server.stop()

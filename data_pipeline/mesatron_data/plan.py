@@ -157,6 +157,8 @@ def locked(plan: Plan, alone: bool) -> Iterator[None]:
     try:
         try:
             fcntl.flock(lock, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            if not os.fstat(lock).st_nlink:
+                raise BlockingIOError("another run went through, and removed this file, as it was opened here")
         except BlockingIOError as error:
             raise DataError(
                 f"Another run is writing {plan.output}: wait for it or choose another output folder."

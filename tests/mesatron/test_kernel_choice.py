@@ -131,7 +131,7 @@ def test_a_failed_check_counts_for_its_precision(
 
     def run_pair(dtype: torch.dtype, head_size: int, device: torch.device) -> PairCheck:
         failure = "dk by 5.0e-01" if dtype == torch.bfloat16 else None
-        return PairCheck(selfcheck.dtype_name(dtype), head_size, {}, failure, 1.0)
+        return PairCheck(selfcheck.dtype_name(dtype), head_size, {"dk": 0.5 if failure else 0.0}, failure, 1.0)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(selfcheck, "machine", lambda device: {"gpu": "made up"})

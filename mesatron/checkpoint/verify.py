@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import attrgetter
@@ -11,6 +11,13 @@ from typing import Any, Literal
 
 from mesatron.checkpoint import format as fmt
 from mesatron.errors import CheckpointError
+
+Alive = Callable[[], None]
+"""Called after each file that was read: of large checkpoints that takes minutes in all."""
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,9 @@ def list_checkpoints(root: Path, deep: bool = False) -> list[CheckpointInfo]:
     return sorted(found, key=lambda info: info.step)
 
 
-def find_latest(root: Path, before: float = math.inf) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
+def find_latest(
+    root: Path, before: float = math.inf, alive: Alive = _nothing
+) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
     """The newest checkpoint whose every checksum is right, and the newer ones passed over, each with its reason.
 
     before: a step from which on nothing is looked at.
@@ -54,7 +63,7 @@ def find_latest(root: Path, before: float = math.inf) -> tuple[CheckpointInfo | 
     skipped: list[CheckpointInfo] = []
     for info in reversed([info for info in list_checkpoints(root) if info.step < before]):
         if info.status == "complete":
-            info = _examine(info.path, info.step, deep=True)
+            info = _examine(info.path, info.step, True, alive)
         if info.status == "complete":
             return info, skipped
         skipped.append(info)
@@ -71,15 +80,15 @@ def verify(folder: Path) -> None:
         raise CheckpointError(f"{folder} is damaged: {damage}; choose another checkpoint.")
 
 
-def find_damage(folder: Path, deep: bool = True) -> str | None:
+def find_damage(folder: Path, alive: Alive = _nothing) -> str | None:
     """What is wrong with a checkpoint, first thing first; None if nothing is."""
     try:
-        return _find_damage(folder, deep)
+        return _find_damage(folder, True, alive)
     except OSError as error:
         return _unreadable(error)
 
 
-def _find_damage(folder: Path, deep: bool) -> str | None:
+def _find_damage(folder: Path, deep: bool, alive: Alive) -> str | None:
     """The same; raises OSError for what cannot be read."""
     try:
         manifest = fmt.read_manifest(folder)
@@ -91,14 +100,14 @@ def _find_damage(folder: Path, deep: bool) -> str | None:
             return f"{name} is missing"
         if (size := path.stat().st_size) != entry["size"]:
             return f"{name} has {size} bytes instead of {entry['size']}"
-    return next(_wrong_checksums(folder, manifest), None) if deep else None
+    return next(_wrong_checksums(folder, manifest, alive), None) if deep else None
 
 
-def _examine(path: Path, step: int, deep: bool) -> CheckpointInfo:
+def _examine(path: Path, step: int, deep: bool, alive: Alive = _nothing) -> CheckpointInfo:
     try:
         if not (path / fmt.MANIFEST).exists():
             return CheckpointInfo(step, path, "incomplete", f"{fmt.MANIFEST} is missing")
-        damage = _find_damage(path, deep)
+        damage = _find_damage(path, deep, alive)
     except OSError as error:
         return CheckpointInfo(step, path, "unreadable", _unreadable(error))
     return CheckpointInfo(step, path, "damaged" if damage else "complete", damage or "")
@@ -108,12 +117,13 @@ def _unreadable(error: OSError) -> str:
     return f"{Path(error.filename).name} cannot be read ({error.strerror})"
 
 
-def _wrong_checksums(folder: Path, manifest: dict[str, Any]) -> Iterator[str]:
+def _wrong_checksums(folder: Path, manifest: dict[str, Any], alive: Alive) -> Iterator[str]:
     files = manifest["files"]
     # Hashing releases the interpreter lock: a file per thread checks at the disk's speed.
     with ThreadPoolExecutor() as pool:
         checksums = pool.map(fmt.sha256_of_file, (folder / name for name in files))
         for (name, entry), checksum in zip(files.items(), checksums, strict=True):
+            alive()
             if checksum != entry["sha256"]:
                 tensors = [
                     (tensor, about["sha256"])

@@ -172,7 +172,7 @@ class CheckpointWriter:
             }
             write_file(self.folder / fmt.MANIFEST, fmt.seal(manifest))
             sync_folder(self.folder)
-            sound = final.exists() and find_damage(final) is None
+            sound = final.exists() and find_damage(final, self._interrupt) is None
             fence()
             if sound:
                 self.discard()

@@ -70,7 +70,7 @@ def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow
         watchdog.begin("opening the run", START_SECONDS)
         environment = world.from_first(lambda: describe_environment(world))
         local, passed_over = find_local(config, world)
-        start = world.from_first(lambda: run.open(environment, allow_changes, local))
+        start = world.from_first(lambda: run.open(environment, allow_changes, local, watchdog.tick), watchdog.tick)
         start.notes.extend(passed_over)
         run.check_shared()
         watchdog.path = stacks / f"{start.attempt}-rank-{world.rank}.txt"
@@ -221,7 +221,8 @@ class Trainer:
         samples = {sample for number in suspects for sample in self.stream.global_batch(number)}
         spike = Rewind(first_step, self.step, 0, suspects, sorted(samples))
         what = self.detector.describe(first_step, self.loss)
-        self.start = self.world.from_first(lambda: self.run.go_back(self.start.attempt, spike, what))
+        alive = self.watchdog.tick
+        self.start = self.world.from_first(lambda: self.run.go_back(self.start.attempt, spike, what, alive), alive)
         self.checkpoint = self.start.checkpoint
 
     def _next_batch(self) -> Batch:

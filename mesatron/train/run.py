@@ -12,7 +12,7 @@ from typing import Any
 
 from mesatron.checkpoint.format import LATEST, point_latest, set_aside
 from mesatron.checkpoint.retention import remove, remove_leftovers
-from mesatron.checkpoint.verify import CheckpointInfo, find_latest, list_checkpoints
+from mesatron.checkpoint.verify import Alive, CheckpointInfo, find_latest, list_checkpoints
 from mesatron.cluster.job import check_owner
 from mesatron.config import Config, changed_keys, dump_config, load_stored_config
 from mesatron.config.mixers import SECTIONS
@@ -76,9 +76,10 @@ class Run:
         self._was_ready = False
 
     def open(
-        self, environment: dict[str, Any], allow_changes: bool, local: CheckpointInfo | None = None
+        self, environment: dict[str, Any], allow_changes: bool, local: CheckpointInfo | None, alive: Alive
     ) -> ResumePoint:
-        """Take the folder, decide where to go on and log the attempt; `local` is taken if it is newer.
+        """Take the folder, decide where to go on and log the attempt; `local` is taken if it is newer. `alive` is
+        called now and then while checkpoints are verified.
 
         Raises ConfigError when another process trains in it or when keys changed that alter the result, unless
         `allow_changes`; CheckpointError when the model itself changed or none of the checkpoints verifies, StorageError
@@ -92,7 +93,7 @@ class Run:
             ) from None
         self._take()
         checkpoints = self.folder / "checkpoints"
-        latest, skipped = find_latest(checkpoints)
+        latest, skipped = find_latest(checkpoints, alive=alive)
         unsound = [info for info in skipped if info.path.name.startswith("step-")]
         newer_local = local is not None and (latest is None or local.step > latest.step)
         if newer_local:
@@ -136,11 +137,12 @@ class Run:
         left_out = Skipped.read(self.folder)
         return ResumePoint(latest.path if latest else None, step, identifier, notes, left_out, newer_local)
 
-    def go_back(self, attempt: str, spike: Rewind, what: str) -> ResumePoint:
+    def go_back(self, attempt: str, spike: Rewind, what: str, alive: Alive) -> ResumePoint:
         """Undo a spike in the first process: remove the checkpoints from the step before it on, leave its batches out.
 
-        `to_step` and `attempt` of `spike` are found here; `what` describes it. Raises LossSpikeError when the run has
-        gone back `train.max_rewinds` times, and when of the checkpoints that were saved before the spike none is left.
+        `to_step` and `attempt` of `spike` are found here; `what` describes it, and `alive` is as in `open`. Raises
+        LossSpikeError when the run has gone back `train.max_rewinds` times, and when of the checkpoints that were saved
+        before the spike none is left.
         """
         self.fence()
         skipped = Skipped.read(self.folder)
@@ -151,7 +153,7 @@ class Run:
             )
         checkpoints = self.folder / "checkpoints"
         first_suspect = spike.first_step - 1
-        latest, _ = find_latest(checkpoints, first_suspect)
+        latest, _ = find_latest(checkpoints, first_suspect, alive)
         if latest is None and first_suspect > self.config.checkpoint.every_steps:
             raise LossSpikeError(
                 f"After step {spike.last_step} {what}, and no sound checkpoint of before step {first_suspect} is left; "

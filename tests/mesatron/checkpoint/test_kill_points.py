@@ -113,7 +113,7 @@ def test_a_rewind_killed_anywhere_keeps_nothing_later_than_what_is_gone(tmp_path
     root = config.run_folder / "checkpoints"
 
     def go_back() -> None:
-        Run(config, StopFlag(config)).go_back("1", Rewind(22, 45, 0, [20, 21], [1, 2]), "a spike")
+        Run(config, StopFlag(config)).go_back("1", Rewind(22, 45, 0, [20, 21], [1, 2]), "a spike", lambda: None)
 
     for point in itertools.count():
         for step in (10, 20, 30, 40):

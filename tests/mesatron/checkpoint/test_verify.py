@@ -118,6 +118,14 @@ def test_same_sizes_but_wrong_bytes_pass_the_cheap_check_only(tmp_path, save):
     assert (latest.step, skipped.reason) == (10, "the checksum of state.json differs")
 
 
+def test_each_file_that_was_read_is_a_sign_of_life(tmp_path, save):
+    files = len(list(save(tmp_path, 5, "1").iterdir())) - 1  # but the manifest
+    signs = []
+    find_latest(tmp_path, alive=lambda: signs.append(1))
+    find_damage(tmp_path / "step-00000005", lambda: signs.append(1))
+    assert len(signs) == 2 * files > 6
+
+
 def test_the_latest_link_is_not_needed(tmp_path, save):
     save(tmp_path, 10, "1")
     save(tmp_path, 20, "1")

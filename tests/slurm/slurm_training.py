@@ -160,10 +160,10 @@ class Training:
             assert info.status == "complete" or (self.damaged and info.path.name.startswith("damaged-")), info
 
     def check_no_process(self) -> None:
-        """Nothing runs on any host, or does not for long."""
+        """Nothing runs on any host, or does not for long: an srun that was cut off from its job lives for a minute."""
         for host in self.cluster.nodes:
             try:
-                self.cluster.wait_for(lambda host=host: not self.cluster.processes(host), 60, f"{host} to be empty")
+                self.cluster.wait_for(lambda host=host: not self.cluster.processes(host), 180, f"{host} to be empty")
             except TimeoutError as error:
                 left = "; ".join(" ".join(process.cmdline()) for process in self.cluster.processes(host))
                 raise TimeoutError(f"{error}: {left}") from None

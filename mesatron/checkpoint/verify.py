@@ -16,8 +16,8 @@ Alive = Callable[[], None]
 """Called after each file that was read: of large checkpoints that takes minutes in all."""
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """What is called where nobody asks for signs of life."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def list_checkpoints(root: Path, deep: bool = False) -> list[CheckpointInfo]:
 
 
 def find_latest(
-    root: Path, before: float = math.inf, alive: Alive = _nothing
+    root: Path, before: float = math.inf, alive: Alive = nothing
 ) -> tuple[CheckpointInfo | None, list[CheckpointInfo]]:
     """The newest checkpoint whose every checksum is right, and the newer ones passed over, each with its reason.
 
@@ -80,7 +80,7 @@ def verify(folder: Path) -> None:
         raise CheckpointError(f"{folder} is damaged: {damage}; choose another checkpoint.")
 
 
-def find_damage(folder: Path, alive: Alive = _nothing) -> str | None:
+def find_damage(folder: Path, alive: Alive = nothing) -> str | None:
     """What is wrong with a checkpoint, first thing first; None if nothing is."""
     try:
         return _find_damage(folder, True, alive)
@@ -103,7 +103,7 @@ def _find_damage(folder: Path, deep: bool, alive: Alive) -> str | None:
     return next(_wrong_checksums(folder, manifest, alive), None) if deep else None
 
 
-def _examine(path: Path, step: int, deep: bool, alive: Alive = _nothing) -> CheckpointInfo:
+def _examine(path: Path, step: int, deep: bool, alive: Alive = nothing) -> CheckpointInfo:
     try:
         if not (path / fmt.MANIFEST).exists():
             return CheckpointInfo(step, path, "incomplete", f"{fmt.MANIFEST} is missing")

@@ -26,7 +26,7 @@ import numpy as np
 
 from mesatron.checkpoint import format as fmt
 from mesatron.checkpoint.tensors import DTYPE_CODES, Fragment, TensorSpec, encode_header, tensor_bytes
-from mesatron.checkpoint.verify import find_damage
+from mesatron.checkpoint.verify import find_damage, nothing
 from mesatron.errors import CheckpointError, DiskFullError
 from mesatron.files import open_durable, reporting_full_disk, sync_folder, write_all_at, write_file
 
@@ -46,10 +46,6 @@ class _Place(NamedTuple):
     spec: TensorSpec
 
 
-def _nothing() -> None:
-    pass
-
-
 class CheckpointWriter:
     """One rank's part in saving one step.
 
@@ -62,7 +58,7 @@ class CheckpointWriter:
 
     def __init__(
         self, root: Path, step: int, rank: int, world_size: int, attempt: str,
-        specs: Mapping[str, Sequence[TensorSpec]], interrupt: Callable[[], None] = _nothing,
+        specs: Mapping[str, Sequence[TensorSpec]], interrupt: Callable[[], None] = nothing,
     ) -> None:  # fmt: skip
         self.root, self.step, self.rank, self.world_size, self.attempt = root, step, rank, world_size, attempt
         self.folder = root / f".incomplete-{fmt.step_name(step)}-{attempt}"
@@ -138,7 +134,7 @@ class CheckpointWriter:
 
     def commit(
         self, state: Mapping[str, Any], texts: Mapping[str, str], written: Iterable[Tallies],
-        checked: Iterable[Mapping[str, Any]], fence: Callable[[], None] = _nothing,
+        checked: Iterable[Mapping[str, Any]], fence: Callable[[], None] = nothing,
     ) -> Path:  # fmt: skip
         """On one rank, when all have checked: make the folder the checkpoint of its step and return its path.
 

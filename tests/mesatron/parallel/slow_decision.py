@@ -8,18 +8,18 @@ import pytest
 from mesatron.errors import DataError
 from mesatron.parallel import distributed
 
-distributed.COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=2)
+distributed.COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=5)
 world = distributed.start()
 waited: list[float] = []
 
 
 def decide() -> str:
-    time.sleep(5)
+    time.sleep(8)
     return "decided"
 
 
 def fail() -> str:
-    time.sleep(3)
+    time.sleep(6)
     raise DataError("A shard is damaged.")
 
 

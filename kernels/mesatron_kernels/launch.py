@@ -7,6 +7,8 @@ prints what to put here.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -51,6 +53,7 @@ def chunk_length(dtype: torch.dtype, head_size: int, shared_bytes: int) -> int:
     return length
 
 
+@cache
 def shared_bytes(device: torch.device) -> int:
     """Shared memory that one program can have on a GPU."""
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]

@@ -80,6 +80,8 @@ def _problems(config: Config):
             f"checkpoint.local_folder ({config.checkpoint.local_folder}) and checkpoint.local_every_steps "
             f"({config.checkpoint.local_every_steps}) must be set together."
         )
+    if train.cuda_graphs:
+        yield from _graph_problems(config)
     yield from _parallel_problems(config)
     if data.folder == data.input_folder:
         yield f"data.folder and data.input_folder are both {data.folder}; shards need a folder of their own."
@@ -92,6 +94,18 @@ def _problems(config: Config):
         )
     if data.cache_limit_bytes and data.cache_folder is None:
         yield f"data.cache_limit_bytes is {data.cache_limit_bytes}, but there is no data.cache_folder to hold to it."
+
+
+def _graph_problems(config: Config):
+    for holds, key, needed in (
+        (config.parallel.zero_stage in (1, 2), "parallel.zero_stage", "1 or 2, which leave weights where they are"),
+        (config.train.activation_checkpointing != "full", "train.activation_checkpointing", "none or selective"),
+        (not config.data.reset_state_at_documents, "data.reset_state_at_documents", "false, as documents differ"),
+    ):
+        if not holds:
+            section, _, name = key.partition(".")
+            found = str(getattr(getattr(config, section), name)).lower()
+            yield f"train.cuda_graphs needs {key} to be {needed}, not {found}; change it or set the former to false."
 
 
 def _parallel_problems(config: Config):

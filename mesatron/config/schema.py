@@ -216,6 +216,9 @@ class TrainConfig(Section):
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Activations made again in the backward pass instead of kept: none, those of the MLPs, or all but blocks' inputs.
     `selective` spares the solver, `full` runs it twice."""
+    cuda_graphs: bool = False
+    """Record each block's passes once, on GPUs, and launch each as a whole: worth it where a step waits for Python, as
+    with few tokens in a micro-batch. Activations then keep their memory between steps."""
     loss_chunk_tokens: PositiveInt = 8192
     """Tokens whose logits exist at a time; bounds memory at large vocabularies."""
     max_skipped_steps: PositiveInt = 10

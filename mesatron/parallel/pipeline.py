@@ -131,11 +131,15 @@ class PipelineEngine(ZeroEngine):
         tied_copy = name.startswith(EMBEDDING) and self.layout.pipeline.rank > 0
         return super()._saves(name) and not tied_copy
 
-    def blocks(self) -> dict[int, nn.Module]:
+    def blocks(self) -> dict[int, Block]:
         return {int(n) - 1: b for n, b in self.engine.module.named_children() if isinstance(b, StageBlock)}
 
     def observed(self) -> tuple[dict[str, float], dict[str, Tensor]]:
         return observed_by(self.blocks())
+
+    @property
+    def _in_flight(self) -> int:
+        return min(self.layout.pipeline.size - self.layout.pipeline.rank, self.accumulation_steps)
 
     def losses(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
         """As in ZeroEngine, in the last stage; zeros in the others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -16,9 +16,17 @@ from mesatron.model.recurrences import Output, Recurrence
 from mesatron.model.seams import Seams
 from mesatron.parallel.layout import Layout
 
+if TYPE_CHECKING:
+    from mesatron.parallel.graphs import BlockGraphs
+
 
 class SharedSeams(Seams):
-    """Tensor and context parallelism, where a layout has them, and recomputed activations, where the config asks."""
+    """Tensor and context parallelism, where a layout has them, and recomputed activations, where the config asks.
+
+    graphs: what blocks are replayed from in training, once there is any.
+    """
+
+    graphs: BlockGraphs | None = None
 
     def __init__(self, config: Config, layout: Layout) -> None:
         self.layout = layout
@@ -36,6 +44,13 @@ class SharedSeams(Seams):
 
             self.context = ContextParallel(config, layout.context)
 
+    def residual_shape(self, rows: int, config: Config) -> tuple[int, int, int]:
+        """[B, T, width] of this process's residual stream in a micro-batch of so many rows without documents."""
+        length, width = config.data.context_length // self.layout.context.size, config.model.width
+        if config.parallel.sequence_parallel:
+            return 1, rows * length // self.layout.tensor.size, width
+        return rows, length, width
+
     def embedding(self, config: ModelConfig) -> TiedEmbedding:
         if self.tensor is None:
             return super().embedding(config)
@@ -48,6 +63,11 @@ class SharedSeams(Seams):
         return self.tensor.leave(y) if self.tensor else y
 
     def run(self, part: Literal["block", "mlp"], function: Callable[..., Any], *inputs: Any) -> Any:
+        if part == "block" and self.graphs is not None:
+            x, _, cu_seqlens = inputs
+            if self.graphs.take(x, cu_seqlens):
+                block: Any = getattr(function, "__self__", function)  # a stage's block gives its own bound `forward`
+                return self.graphs.run(block, x), None
         if part != self.recomputed:
             return function(*inputs)
         # No random numbers are drawn, so their generators need not be kept.

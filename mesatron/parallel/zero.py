@@ -6,6 +6,8 @@ those forms: `fragments` says which elements of which parameter this process hol
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import warnings
@@ -27,7 +29,8 @@ from mesatron_data.batch import Batch
 from torch import Tensor, nn
 
 from mesatron.config import Config
-from mesatron.model.backbone import Backbone
+from mesatron.errors import ConfigError
+from mesatron.model.backbone import Backbone, Block
 from mesatron.parallel.layout import Layout, ModelParallelUnit
 from mesatron.parallel.seams import SharedSeams
 from mesatron.parallel.shares import share_of, shares, whole_parameters
@@ -61,6 +64,8 @@ class ZeroEngine:
         self.source_losses = torch.zeros(1, device=self.device)
         """Sums of this process's losses in the last update, by source; as long as there are sources."""
         self.seams = SharedSeams(config, layout)
+        self.graph_bytes = 0
+        """Memory of recorded passes that no tensor seems to take."""
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         model, unit = self._build()
         if self.stage < 3:
@@ -71,7 +76,8 @@ class ZeroEngine:
         self.shares = shares(self.whole, local, layout.tensor)
         self._mark_shares()
         optimizer = self._optimizer()
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=self._settings(), mpu=unit)
+        with contextlib.redirect_stdout(io.StringIO()):  # in bf16 it prints how much memory there is, again and again
+            self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=self._settings(), mpu=unit)
 
     def _build(self) -> tuple[nn.Module, ModelParallelUnit | None]:
         """This process's share of the model, and the groups to tell DeepSpeed of."""
@@ -94,11 +100,45 @@ class ZeroEngine:
         """`Backbone.forward` of tensors on the host; documents are told apart if the config says so."""
         return self.engine(*self._model_inputs(tokens, targets, cu_seqlens))
 
+    def record(self) -> None:
+        """Record the blocks' passes as CUDA graphs, if the config asks for it. All processes call it together.
+
+        Raises ConfigError where there is no GPU, or where a block does what cannot be recorded.
+        """
+        if not self.config.train.cuda_graphs:
+            return
+        if self.device.type != "cuda":
+            raise self.layout.world.raised_by_all(ConfigError("train.cuda_graphs needs a GPU; set it to false."))
+        from mesatron.parallel.graphs import BlockGraphs
+
+        blocks = list(self.blocks().values())
+        shape = self.seams.residual_shape(self.config.train.micro_batch_size, self.config)
+        x = torch.zeros(shape, device=self.device, dtype=next(blocks[0].parameters()).dtype)
+        try:
+            self.seams.graphs = BlockGraphs(blocks, x, self._in_flight)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise ConfigError(
+                f"A block does what no CUDA graph can hold ({str(error).splitlines()[0]}); set train.cuda_graphs to "
+                "false."
+            ) from error
+        self.graph_bytes = self.seams.graphs.bytes
+
+    @property
+    def _in_flight(self) -> int:
+        """Micro-batches that have passed forward and not yet backward, at most."""
+        return 1
+
     def bare_losses(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """`losses` whose backward passes DeepSpeed does not take for a part of a step."""
+        """`losses` whose backward passes DeepSpeed does not take for a part of a step, of blocks that run one by one
+        as modules."""
+        graphs, self.seams.graphs = self.seams.graphs, None
         autocast = self.config.train.precision == "bf16" and self.stage == 0
         with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
-            return self.engine.module(*self._model_inputs(tokens, targets, cu_seqlens))
+            losses = self.engine.module(*self._model_inputs(tokens, targets, cu_seqlens))
+        self.seams.graphs = graphs
+        return losses
 
     def _model_inputs(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> tuple[Tensor | int | None, ...]:
         documents = self._sent(cu_seqlens) if self.config.data.reset_state_at_documents else None
@@ -111,7 +151,7 @@ class ZeroEngine:
         locked = tensor.pin_memory() if self.device.type == "cuda" else tensor
         return locked.to(self.device, non_blocking=True)
 
-    def blocks(self) -> dict[int, nn.Module]:
+    def blocks(self) -> dict[int, Block]:
         """The blocks that this process computes, by number."""
         return dict(enumerate(self.engine.module.blocks))
 

@@ -24,7 +24,8 @@ def announcement(
         f"run        {config.run_folder} ({where}; {start.attempt})",
         *(f"note       {note}" for note in start.notes),
         f"model      {mixers}, {config.model.parameter_count():,} parameters, {train.precision}",
-        f"kernels    {chosen}; around them {fused.form(config.model.implementation, world.device)}",
+        f"kernels    {chosen}; around them {fused.form(config.model.implementation, world.device)}"
+        f"{', blocks as CUDA graphs' if train.cuda_graphs else ''}",
         f"processes  {world.size} on {world.device.type}, ZeRO-{config.parallel.zero_stage}",
         f"layout     {layout.describe()}",
         f"batch      {train.global_batch_size} sequences = {train.micro_batch_size} x {accumulation_steps} "

@@ -55,13 +55,15 @@ def observe(engine: ZeroEngine, layout: Layout, histograms: bool) -> tuple[dict[
     return scalars, distributions
 
 
-def memory(device: torch.device) -> tuple[float, float]:
+def memory(device: torch.device, besides: int = 0) -> tuple[float, float]:
     """Bytes: the most that tensors have taken of this process's GPU, and what all, NCCL and CUDA too, take of it now.
+
+    besides: of this process's GPU, taken the whole time although torch does not count them as a tensor's.
 
     Without a GPU, the most that the process has taken of the host, and 0.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return float(torch.cuda.max_memory_allocated(device)), float(total - free)
+        return float(torch.cuda.max_memory_allocated(device) + besides), float(total - free)
     unit = 1 if sys.platform == "darwin" else 1024
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit), 0.0

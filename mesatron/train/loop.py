@@ -138,6 +138,7 @@ class Trainer:
         self.engine.alive = self.watchdog.tick
         self.engine.source_losses = torch.zeros(len(self.manifest.sources), device=self.world.device)
         fill_for_rehearsal(self.engine)
+        self.engine.record()
         self._rehearse()
         self._train_from_start(last_step)
         while self.spike is not None:
@@ -269,7 +270,8 @@ class Trainer:
         if self._due(self.config.monitor.log_every_steps):
             phases = self.timer.read()
             own = [0.0] * (3 * self.world.size)
-            own[self.world.rank :: self.world.size] = phases["data"] + phases["forward"], *memory(self.world.device)
+            used = memory(self.world.device, self.engine.graph_bytes)
+            own[self.world.rank :: self.world.size] = phases["data"] + phases["forward"], *used
             names = self.manifest.sources
             global_loss_sum, *sums = self.layout.sum(
                 self.own_loss_sum, *self.engine.source_losses.tolist(), *count_sources(micro_batches, len(names)),

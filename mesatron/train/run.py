@@ -29,8 +29,9 @@ FREE_KEYS = (
     "name", "runs_folder", "data.input_folder", "data.folder", "data.workers", "data.timeout_seconds",
     "data.cache_folder", "data.cache_limit_bytes", "data.prefetch_batches", "data.token_folder",
     "data.min_document_tokens", "data.max_document_tokens", "data.remove_duplicates",
-    "train.micro_batch_size", "train.activation_checkpointing", "train.loss_chunk_tokens", "train.max_skipped_steps",
-    "train.watchdog_seconds", "train.dump_nonfinite", "train.spike_sigma", "train.spike_steps", "train.max_rewinds",
+    "train.micro_batch_size", "train.activation_checkpointing", "train.cuda_graphs", "train.loss_chunk_tokens",
+    "train.max_skipped_steps", "train.watchdog_seconds", "train.dump_nonfinite", "train.spike_sigma",
+    "train.spike_steps", "train.max_rewinds",
     "tokenizer.", "parallel.", "checkpoint.", "monitor.", "evaluate.", "launch.", "model.implementation",
     *(f"model.{mixer}.{key}" for mixer in SECTIONS for key in ("implementation", "chunk_size")),
 )  # fmt: skip

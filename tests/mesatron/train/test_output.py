@@ -1,4 +1,4 @@
-"""A run goes on to its last step when nobody reads what it prints."""
+"""A run goes on to its last step when nobody reads what it prints, and what it prints is its own."""
 
 import os
 import subprocess
@@ -30,3 +30,9 @@ def test_no_output_at_all(tmp_path: Path, odd_config: Callable, short_data: Path
     command = f"{sys.executable} -m mesatron train {config} >&- 2>&-"
     assert subprocess.run(["bash", "-c", command], timeout=120).returncode == 0
     assert len(run_of(config).curve("train/loss")) == 6
+
+
+def test_libraries_print_nothing(tmp_path: Path, odd_config: Callable, short_data: Path, train: Callable) -> None:
+    done = train(1, odd_config(tmp_path, short_data, **{"train.steps": 3, "train.precision": "bf16"}))
+    assert done.exit_code == 0, done.errors
+    assert done.output.startswith("run ")

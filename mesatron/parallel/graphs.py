@@ -59,6 +59,7 @@ class BlockGraphs:
 
     def __init__(self, blocks: Sequence[Block], x: Tensor, in_flight: int) -> None:
         self.shape = x.shape
+        torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
             # Of the thread that runs backward passes, which then has one.
             warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")

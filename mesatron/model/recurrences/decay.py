@@ -8,6 +8,7 @@ from mesatron_kernels.chunkwise import FORGETS_ALL
 from torch import Tensor
 from torch.nn import functional as F
 
+from mesatron.model.fused import takes_triton
 from mesatron.model.precision import at_least_fp32
 
 
@@ -36,9 +37,16 @@ def weighted_sum(terms: Tensor, log_weights: Tensor) -> Tensor:
     return (terms * weights.view(*weights.shape, *[1] * (terms.ndim - weights.ndim))).sum(0)
 
 
-def weighted_products(v: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+def weighted_products(v: Tensor, k: Tensor, weights: Tensor, implementation: str = "auto") -> Tensor:
     """Sum over tokens of weights [B, T, h] times v k^T, for v [B, T, h, Dv] and k [B, T, h, D], to [B, h, Dv, D]; in
-    fp32 or float64, under autocast too."""
+    fp32 or float64, under autocast too.
+
+    implementation: as in `mesatron.model.fused`; the Triton form is for bf16.
+    """
+    if v.dtype == k.dtype == torch.bfloat16 and takes_triton(implementation, k):
+        from mesatron.model.recurrences.product_kernels import WeightedProducts
+
+        return WeightedProducts.apply(v, k, weights.float())
     with torch.autocast(k.device.type, enabled=False):
         k, v = at_least_fp32(k), at_least_fp32(v)
         return torch.einsum("bthi,bthj->bhij", v, k * weights.to(k.dtype).unsqueeze(-1))

@@ -1,0 +1,32 @@
+"""Weighted sums of v k^T as Triton kernels against float64: values and every gradient, of any length and head size."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mesatron.model.recurrences.decay import weighted_products
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SUMS = 1e-4 if DEVICE == "cuda" else 2e-2  # the interpreter rounds bf16 toward zero, and sums of one sign add that up
+GRADIENTS = 3e-3 if DEVICE == "cuda" else 1e-2  # of rounding the results to bf16
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 1100], ids="{} tokens".format)
+@pytest.mark.parametrize(("E", "D"), [(128, 128), (64, 64), (129, 48), (18, 18)], ids=str)
+def test_sums_and_gradients(tokens: int, E: int, D: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    v, k = (torch.randn(2, tokens, 3, size, generator=generator).to(DEVICE, torch.bfloat16) for size in (E, D))
+    weights = torch.rand(2, tokens, 3, generator=generator).to(DEVICE)
+    weights[:, ::5] *= 1e-6
+    cotangent = 1e-5 * torch.randn(2, 3, E, D, generator=generator).to(DEVICE)
+
+    def differentiate(implementation: str, *inputs: Tensor) -> list[Tensor]:
+        leaves = [x.requires_grad_() for x in inputs]
+        sums = weighted_products(*leaves, implementation)
+        return [sums, *torch.autograd.grad(sums, leaves, cotangent.to(sums.dtype))]
+
+    exact = differentiate("torch", *(x.double() for x in (v, k, weights)))
+    found = differentiate("triton", *(x.clone() for x in (v, k, weights)))
+    assert [x.dtype for x in found] == [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32]
+    for ours, theirs, tolerance in zip(found, exact, (SUMS, GRADIENTS, GRADIENTS, SUMS), strict=True):
+        assert float((ours.double() - theirs).norm() / theirs.norm()) <= tolerance

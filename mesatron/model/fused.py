@@ -6,6 +6,7 @@ tensor once. The torch form defines what is meant; on an H200 its passes over me
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
@@ -14,6 +15,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mesatron.model.precision import at_least_fp32
+
+IGNORED = -100
+"""torch's index of a target that counts for nothing."""
 
 _TRITON_IS_INSTALLED = find_spec("triton") is not None
 
@@ -99,18 +103,57 @@ def linear_loss(
     Logits of only `chunk_tokens` tokens are in memory at a time: the backward pass forms them anew.
     """
     if takes_triton(implementation, hidden):
+        return losses(linear_scores(hidden, weight, targets, len(weight), cap, chunk_tokens, implementation), targets)
+
+    def cross_entropy(hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(capped(F.linear(hidden, weight), cap), targets, reduction="none")
+
+    return _in_chunks(cross_entropy, hidden, targets, chunk_tokens)
+
+
+def linear_scores(
+    hidden: Tensor, weight: Tensor, targets: Tensor, words: int, cap: float, chunk_tokens: int, implementation: str
+) -> Tensor:
+    """What `losses` are made of, fp32 [2, N], for a part of a vocabulary: the first `words` rows of weight [.., width].
+
+    Of every token the log of the sum of exponentials of its logits, -inf if there are no words, and its target's logit,
+    -inf where the target, counted from the part's first word, is not in it. A whole's scores are the parts' logsumexp.
+    The rest is as for `linear_loss`.
+    """
+    if takes_triton(implementation, hidden):
         from mesatron.model import loss_kernels
 
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(dtype), weight.to(dtype)
-        return loss_kernels.LinearLoss.apply(hidden.contiguous(), weight, targets.contiguous(), cap, chunk_tokens)
+        hidden, targets = hidden.contiguous(), targets.contiguous()
+        return loss_kernels.LinearScores.apply(hidden, weight, targets, words, cap, chunk_tokens)
 
-    def losses(hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(capped(F.linear(hidden, weight), cap), targets, reduction="none")
+    beyond = torch.arange(len(weight), device=weight.device) >= words
 
+    def scores(hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = capped(F.linear(hidden, weight), cap).masked_fill(beyond, -torch.inf)
+        elsewhere = (targets < 0) | (targets >= words)
+        chosen = logits.gather(1, targets.masked_fill(elsewhere, 0)[:, None]).squeeze(1)
+        return torch.stack([logits.logsumexp(1), chosen.masked_fill(elsewhere, -torch.inf)])
+
+    return _in_chunks(scores, hidden, targets, chunk_tokens)
+
+
+def losses(scores: Tensor, targets: Tensor) -> Tensor:
+    """The cross entropy [N] of a whole vocabulary's scores [2, N], see `linear_scores`; 0 where the target is -100, NaN
+    where there is no such word."""
+    normalizers, chosen = scores
+    known = torch.where(chosen.isneginf(), torch.nan, normalizers - chosen)
+    return known.masked_fill(targets == IGNORED, 0.0)
+
+
+def _in_chunks(
+    function: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, targets: Tensor, chunk_tokens: int
+) -> Tensor:
+    """`function` of `chunk_tokens` tokens at a time, made again in the backward pass; tokens are its last dimension."""
     chunks = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
-    return torch.cat([checkpoint(losses, h, t, use_reentrant=False) for h, t in chunks])
+    return torch.cat([checkpoint(function, h, t, use_reentrant=False) for h, t in chunks], -1)
 
 
 def capped(logits: Tensor, cap: float) -> Tensor:

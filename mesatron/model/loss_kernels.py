@@ -1,7 +1,7 @@
-"""The output layer's loss of `mesatron.model.fused`, which describes it, as Triton kernels between torch's products.
+"""The scores that `mesatron.model.fused` makes the output layer's loss of, as Triton kernels between torch's products.
 
-One kernel reads the logits to a loss; in the backward pass another overwrites them with their gradient. All is computed
-in fp32, whatever the dtype of the logits.
+One kernel reads the logits to two scores a token; in the backward pass another overwrites them with their gradient. All
+is computed in fp32, whatever the dtype of the logits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 BLOCK = 4096  # logits of one token that a program holds at a time
-IGNORED = tl.constexpr(-100)  # torch's ignored index
 
 
 @triton.jit
@@ -28,17 +27,17 @@ def _capped(row, columns, stride, cap):
 
 
 @triton.jit
-def loss_forward(
+def scores_forward(
     logits,  # [N, V] in rows of `stride`
     targets,  # [N] int64
-    losses,  # [N] fp32, written
-    normalizers,  # [N] fp32, written: log of the sum of exponentials
+    normalizers,  # [N] fp32, written: log of the sum of exponentials, -inf if V is 0
+    chosen,  # [N] fp32, written: the target's capped logit, -inf where it is not among the V
     stride,
     V,
     cap,
     BLOCK: tl.constexpr,
 ):
-    """Cross entropy of one token's capped logits; 0 where the target is -100, NaN where there is no such word."""
+    """The scores of one token's capped logits."""
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * stride
     largest = -float("inf")
@@ -49,20 +48,20 @@ def loss_forward(
         higher = tl.maximum(largest, tl.max(value, 0))
         summed = summed * tl.exp(largest - higher) + tl.sum(tl.exp(value - higher), 0)
         largest = higher
-    normalizer = largest + tl.log(summed)
+    tl.store(normalizers + token, largest + tl.log(summed))
     target = tl.load(targets + token)
-    chosen = cap * _capped(row, tl.minimum(tl.maximum(target, 0), V - 1), stride, cap)
-    loss = tl.where((target < 0) | (target >= V), float("nan"), normalizer - chosen)
-    tl.store(losses + token, tl.where(target == IGNORED, 0.0, loss))
-    tl.store(normalizers + token, normalizer)
+    here = (target >= 0) & (target < V)
+    value = cap * _capped(row, tl.where(here, target, 0), stride, cap)
+    tl.store(chosen + token, tl.where(here, value, -float("inf")))
 
 
 @triton.jit
-def loss_backward(
+def scores_backward(
     logits,  # [N, V] in rows of `stride`; overwritten by their gradient, which is 0 beyond V
     targets,  # [N] int64
     normalizers,  # [N] fp32
-    dlosses,  # [N] fp32
+    dnormalizers,  # [N] fp32
+    dchosen,  # [N] fp32
     stride,
     V,
     cap,
@@ -71,45 +70,47 @@ def loss_backward(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = logits + token * stride
-    target = tl.load(targets + token)
-    scale = tl.where(target < 0, 0.0, tl.load(dlosses + token))
     capped = _capped(row, columns, stride, cap)
-    gradient = tl.exp(cap * capped - tl.load(normalizers + token)) - tl.where(columns == target, 1.0, 0.0)
-    gradient *= tl.where(columns < V, scale * (1 - capped * capped), 0.0)
+    gradient = tl.load(dnormalizers + token) * tl.exp(cap * capped - tl.load(normalizers + token))
+    gradient += tl.where(columns == tl.load(targets + token), tl.load(dchosen + token), 0.0)
+    gradient = tl.where(columns < V, gradient * (1 - capped * capped), 0.0)
     tl.store(row + columns, gradient.to(logits.dtype.element_ty), mask=columns < stride)
 
 
-class LinearLoss(torch.autograd.Function):
-    """hidden [N, width], weight [vocabulary, width], targets int64 [N], cap, chunk_tokens, to the fp32 loss [N]."""
+class LinearScores(torch.autograd.Function):
+    """hidden [N, width], weight [rows, width], targets int64 [N], words, cap, chunk_tokens, to the fp32 scores [2, N]
+    of `mesatron.model.fused.linear_scores`."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int) -> Tensor:
-        losses = hidden.new_empty(len(hidden), dtype=torch.float32)
-        normalizers = torch.empty_like(losses)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, words: int, cap: float, chunk_tokens: int
+    ) -> Tensor:
+        scores = hidden.new_empty(2, len(hidden), dtype=torch.float32)
+        normalizers, chosen = scores
         for rows, logits in _logits(hidden, _padded(weight), chunk_tokens):
-            loss_forward[(len(logits),)](
-                logits, targets[rows], losses[rows], normalizers[rows], logits.shape[1], len(weight), cap,
+            scores_forward[(len(logits),)](
+                logits, targets[rows], normalizers[rows], chosen[rows], logits.shape[1], words, cap,
                 BLOCK=BLOCK, num_warps=8,
             )  # fmt: skip
-        ctx.save_for_backward(hidden, weight, targets, normalizers)
-        ctx.cap, ctx.chunk_tokens = cap, chunk_tokens
-        return losses
+        ctx.save_for_backward(hidden, weight, targets, scores)
+        ctx.words, ctx.cap, ctx.chunk_tokens = words, cap, chunk_tokens
+        return scores
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, normalizers = ctx.saved_tensors
+    def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, (normalizers, _) = ctx.saved_tensors
         padded = _padded(weight)
         dhidden, dweight = torch.empty_like(hidden), torch.zeros_like(padded, dtype=torch.float32)
-        dlosses = dlosses.contiguous()
+        dnormalizers, dchosen = dscores.contiguous()
         for rows, logits in _logits(hidden, padded, ctx.chunk_tokens):
-            loss_backward[(len(logits), triton.cdiv(logits.shape[1], BLOCK))](
-                logits, targets[rows], normalizers[rows], dlosses[rows], logits.shape[1], len(weight), ctx.cap,
-                BLOCK=BLOCK, num_warps=8,
+            scores_backward[(len(logits), triton.cdiv(logits.shape[1], BLOCK))](
+                logits, targets[rows], normalizers[rows], dnormalizers[rows], dchosen[rows], logits.shape[1], ctx.words,
+                ctx.cap, BLOCK=BLOCK, num_warps=8,
             )  # fmt: skip
             torch.mm(logits, padded, out=dhidden[rows])
             dweight += logits.mT @ hidden[rows]
-        return dhidden, dweight[: len(weight)].to(weight.dtype), None, None, None
+        return dhidden, dweight[: len(weight)].to(weight.dtype), None, None, None, None
 
 
 def _padded(weight: Tensor) -> Tensor:

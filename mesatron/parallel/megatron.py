@@ -17,7 +17,6 @@ with warnings.catch_warnings():
         gather_from_sequence_parallel_region,
         reduce_from_tensor_model_parallel_region,
         reduce_scatter_to_sequence_parallel_region,
-        vocab_parallel_cross_entropy,
     )
 
 if not torch.cuda.is_available():
@@ -30,5 +29,4 @@ __all__ = [
     "parallel_state",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
-    "vocab_parallel_cross_entropy",
 ]

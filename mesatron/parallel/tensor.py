@@ -9,10 +9,8 @@ reduce-scatters of the same total size take the sums' place.
 
 from __future__ import annotations
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from mesatron.config import Config, ModelConfig
 from mesatron.model import fused
@@ -23,7 +21,6 @@ from mesatron.parallel.megatron import (
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
-    vocab_parallel_cross_entropy,
 )
 
 
@@ -63,15 +60,25 @@ class TensorParallel:
             return reduce_scatter_to_sequence_parallel_region(y.flatten(0, 1)).unsqueeze(0)
         return reduce_from_tensor_model_parallel_region(y)
 
+    def combine(self, scores: Tensor) -> Tensor:
+        """Scores [2, N] of the whole vocabulary from every process's of its words, see `fused.linear_scores`.
+
+        Every process goes on to the same losses, so each has the gradient of its own scores without asking the others.
+        """
+        every = scores.new_empty(self.group.size, *scores.shape)
+        dist.all_gather_into_tensor(every, scores.detach()[None], group=self.group.handle)
+        every[self.group.rank] = scores  # known to autograd, which what was gathered is not
+        return every.logsumexp(0)
+
 
 class VocabularyParallelEmbedding(TiedEmbedding):
     """A TiedEmbedding of which this process holds a run of rows; those beyond the vocabulary are never scored."""
 
     def __init__(self, share: ModelConfig, vocabulary_size: int, tensor: TensorParallel) -> None:
-        super().__init__(share.vocabulary_size, share.width, share.logit_cap)
+        super().__init__(share.vocabulary_size, share.width, share.logit_cap, share.implementation)
         self.rows = share.vocabulary_size
         self.first_row = tensor.group.rank * share.vocabulary_size
-        self.real_rows = vocabulary_size - self.first_row  # may be negative, or more than it holds
+        self.words = min(max(vocabulary_size - self.first_row, 0), self.rows)
         self.tensor = tensor
 
     def _rows(self, tokens: Tensor) -> Tensor:
@@ -80,11 +87,7 @@ class VocabularyParallelEmbedding(TiedEmbedding):
         return self.tensor.leave(super()._rows(row.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0.0))
 
     def _losses(self, hidden: Tensor, targets: Tensor, chunk_tokens: int) -> Tensor:
-        chunks = zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
-        return torch.cat([checkpoint(self._chunk_losses, h, t, use_reentrant=False) for h, t in chunks])
-
-    def _chunk_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = fused.capped(F.linear(hidden, self.weight), self.logit_cap)
-        beyond = torch.arange(self.rows, device=logits.device) >= self.real_rows
-        losses = vocab_parallel_cross_entropy(logits.masked_fill(beyond, float("-inf")), targets.clamp(min=0))
-        return losses.masked_fill(targets < 0, 0.0)
+        scores = fused.linear_scores(
+            hidden, self.weight, targets - self.first_row, self.words, self.logit_cap, chunk_tokens, self.implementation
+        )
+        return fused.losses(self.tensor.combine(scores), targets)

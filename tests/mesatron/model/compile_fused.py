@@ -20,7 +20,7 @@ from mesatron.model import loss_kernels as loss
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 # Pointers not named here are bf16; so are activations, weights and logits in training.
 TYPES = dict.fromkeys(("N", "T", "C", "V", "stride"), "i32") | dict.fromkeys(("epsilon", "cap"), "fp32")
-TYPES |= dict.fromkeys(("losses", "dlosses", "normalizers", "dweight"), "*fp32")
+TYPES |= dict.fromkeys(("normalizers", "dnormalizers", "chosen", "dchosen", "dweight"), "*fp32")
 TYPES |= {"targets": "*i64", "position": "*i32"}
 ALIGNED = ("N", "T", "C", "stride")  # multiples of 16, as 768 channels and padded logits are
 HEADS = fused._tile(128, fused.TILE // 2) | {"WIDTH": 4, "DOCUMENTS": True}
@@ -38,8 +38,8 @@ CASES = [
     (fused.unit_heads_forward, HEADS, 4),
     (fused.unit_heads_backward, HEADS | {"TOKENS": fused.TOKENS, "BLOCK_W": 4}, 4),
     (fused.convolution_backward, HEADS, 4),
-    (loss.loss_forward, {"BLOCK": loss.BLOCK}, 8),
-    (loss.loss_backward, {"BLOCK": loss.BLOCK}, 8),
+    (loss.scores_forward, {"BLOCK": loss.BLOCK}, 8),
+    (loss.scores_backward, {"BLOCK": loss.BLOCK}, 8),
 ]
 
 

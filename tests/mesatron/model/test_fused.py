@@ -109,6 +109,36 @@ def test_loss(vocabulary: int, chunk_tokens: int, cap: float, dtype: torch.dtype
     assert (losses[targets == -100] == 0).all()
 
 
+@pytest.mark.parametrize(("vocabulary", "rows"), [(13, 5), (101, 64), (50257, 25152), (9000, 8192)])
+def test_loss_of_a_vocabulary_in_parts(vocabulary: int, rows: int, dtype: torch.dtype) -> None:
+    """Three equal parts against the whole; the last words lie in the first two or in the third."""
+    targets = torch.randint(vocabulary, (22,), generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    targets[4:7] = targets[-1] = -100
+    targets[:3] = torch.tensor([0, rows, vocabulary - 1])
+
+    def loss(hidden: Tensor, weight: Tensor, form: str) -> Tensor:
+        if form == "torch":
+            return fused.linear_loss(hidden, weight, targets, 3.0, 9, form)
+        parts = F.pad(weight, (0, 0, 0, 3 * rows - vocabulary)).split(rows)
+        words = [min(max(vocabulary - i * rows, 0), rows) for i in range(3)]
+        scores = [
+            fused.linear_scores(hidden, part, targets - i * rows, words[i], 3.0, 9, form)
+            for i, part in enumerate(parts)
+        ]
+        return fused.losses(torch.stack(scores).logsumexp(0), targets)
+
+    inputs = [normal(22, 25, dtype=dtype), 2 * normal(vocabulary, 25, dtype=dtype, seed=1)]
+    compare(loss, inputs, {torch.float32: 3e-5, torch.bfloat16: 2e-2}[dtype])
+
+
+@pytest.mark.parametrize("target", [13, 63, 64, -1])
+def test_the_loss_of_no_word_is_not_a_number(target: int) -> None:
+    targets = torch.tensor([3, target, -100, 12], device=DEVICE)
+    inputs = [normal(size, 25, dtype=torch.float32) for size in (4, 13)]
+    losses = fused.linear_loss(*inputs, targets, 3.0, 9, "triton")
+    assert losses.isnan().tolist() == [False, True, False, False]
+
+
 def make_model(implementation: str, mesa: str = "torch") -> Backbone:
     values = {"vocabulary_size": 211, "width": 48, "layers": 2, "heads": 3, "head_dim": 16}
     settings = {"implementation": mesa, "solver_tolerance": 1e-6, "solver_steps": 100}

@@ -62,14 +62,15 @@ def unit_heads(
 ) -> Tensor:
     """Every head of silu(`convolve`(x)) brought to Euclidean norm 1: x [B, T, C] to [B, T, C / head_dim, head_dim].
 
-    weight [C, width]; position and history as for `convolve`. A history, which only generation has, takes torch.
+    weight [C, width]; position and history as for `convolve`. Both at once take torch.
     """
-    if takes_triton(implementation, x) and history is None:
+    if takes_triton(implementation, x) and (history is None or position is None):
         from mesatron.model import fused_kernels
 
         places = None if position is None else position.int()
         flat = x.reshape(-1, x.shape[-1]).contiguous()
-        y = fused_kernels.UnitHeads.apply(flat, weight.contiguous(), places, x.shape[1], head_dim)
+        before = history.contiguous() if history is not None and history.shape[1] else None
+        y = fused_kernels.UnitHeads.apply(flat, weight.contiguous(), places, before, x.shape[1], head_dim)
         return y.view(*x.shape[:2], -1, head_dim)
     y = F.silu(convolve(x, weight, position, history)).unflatten(-1, (-1, head_dim))
     return F.normalize(at_least_fp32(y), dim=-1).to(x.dtype)

@@ -163,11 +163,21 @@ def _position(position, tokens, T, DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
-def _convolve(x, weight, tokens, place, channels, inside, C, WIDTH: tl.constexpr):
-    """sum over lags of weight[channel, lag] x[token - lag], nothing from before a document's start."""
+def _earlier(x, history, tokens, place, lag, channels, inside, T, C, WIDTH: tl.constexpr):
+    """x[token - lag]; from before the start of a row what `history` has there, of a document nothing."""
+    seen = _load(x, tokens - lag, channels, C, inside & (place >= lag)[:, None])
+    if history is not None:
+        before = tokens // T * (WIDTH - 1) + WIDTH - 1 + place - lag
+        seen += _load(history, before, channels, C, inside & (place < lag)[:, None])
+    return seen
+
+
+@triton.jit
+def _convolve(x, weight, history, tokens, place, channels, inside, T, C, WIDTH: tl.constexpr):
+    """sum over lags of weight[channel, lag] x[token - lag]."""
     summed = tl.zeros([tokens.shape[0], channels.shape[0]], tl.float32)
     for lag in tl.static_range(WIDTH):
-        seen = _load(x, tokens - lag, channels, C, inside & (place >= lag)[:, None])
+        seen = _earlier(x, history, tokens, place, lag, channels, inside, T, C, WIDTH)
         summed += seen * tl.load(weight + channels * WIDTH + lag, mask=channels < C, other=0.0).to(tl.float32)[None, :]
     return summed
 
@@ -177,6 +187,7 @@ def unit_heads_forward(
     x,  # [N, C]
     weight,  # [C, WIDTH]
     position,  # [N] int32, if DOCUMENTS
+    history,  # [N / T, WIDTH - 1, C], what comes before each row, or None; not with DOCUMENTS
     y,  # [N, C], written
     N,
     T,
@@ -193,7 +204,7 @@ def unit_heads_forward(
     channels = tl.program_id(1) * D + columns
     inside = (tokens < N)[:, None] & (columns < D)[None, :]
     place = _position(position, tokens, T, DOCUMENTS)
-    value = _convolve(x, weight, tokens, place, channels, inside, C, WIDTH)
+    value = _convolve(x, weight, history, tokens, place, channels, inside, T, C, WIDTH)
     value *= tl.sigmoid(value)
     norm = tl.sqrt(tl.sum(value * value, 1))
     _store(y, value / tl.maximum(norm, SMALLEST_NORM)[:, None], tokens, channels, C, inside)
@@ -204,6 +215,7 @@ def unit_heads_backward(
     x,  # [N, C]
     weight,  # [C, WIDTH]
     position,  # [N] int32, if DOCUMENTS
+    history,  # as for unit_heads_forward
     dy,  # [N, C]
     dz,  # [N, C], written: gradient of the convolution's output
     dweight,  # [programs, WIDTH, C] fp32, written: sums over each program's tokens
@@ -225,7 +237,7 @@ def unit_heads_backward(
         tokens = tl.program_id(0) * TOKENS + begin + tl.arange(0, BLOCK_T)
         inside = (tokens < N)[:, None] & (columns < D)[None, :]
         place = _position(position, tokens, T, DOCUMENTS)
-        z = _convolve(x, weight, tokens, place, channels, inside, C, WIDTH)
+        z = _convolve(x, weight, history, tokens, place, channels, inside, T, C, WIDTH)
         s = tl.sigmoid(z)
         value = z * s
         inverse = 1 / tl.maximum(tl.sqrt(tl.sum(value * value, 1)), SMALLEST_NORM)
@@ -235,7 +247,7 @@ def unit_heads_backward(
         gradient = (gradient - value * along[:, None]) * inverse[:, None] * s * (1 + z * (1 - s))
         _store(dz, gradient, tokens, channels, C, inside)
         for lag in tl.static_range(WIDTH):
-            seen = _load(x, tokens - lag, channels, C, inside & (place >= lag)[:, None])
+            seen = _earlier(x, history, tokens, place, lag, channels, inside, T, C, WIDTH)
             summed += tl.where(lags[:, None] == lag, tl.sum(gradient * seen, 0)[None, :], 0.0)
     part = dweight + (tl.program_id(0).to(tl.int64) * WIDTH + lags)[:, None] * C + channels[None, :]
     tl.store(part, summed, mask=(lags < WIDTH)[:, None] & (columns < D)[None, :])
@@ -270,34 +282,71 @@ def convolution_backward(
     _store(dx, summed, tokens, channels, C, inside)
 
 
+@triton.jit
+def history_backward(
+    dz,  # [N, C] in rows of T
+    weight,  # [C, WIDTH]
+    dhistory,  # [M, C] in rows of WIDTH - 1, written
+    M,
+    T,
+    C,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
+    """As convolution_backward, for what comes before each row."""
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    row, place = tokens // (WIDTH - 1), tokens % (WIDTH - 1) - (WIDTH - 1)
+    columns = tl.arange(0, BLOCK_D)
+    channels = tl.program_id(1) * D + columns
+    inside = (tokens < M)[:, None] & (columns < D)[None, :]
+    summed = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    for lag in tl.static_range(WIDTH):
+        later = place + lag
+        seen = _load(dz, row * T + later, channels, C, inside & ((later >= 0) & (later < T))[:, None])
+        summed += seen * tl.load(weight + channels * WIDTH + lag, mask=channels < C, other=0.0).to(tl.float32)[None, :]
+    _store(dhistory, summed, tokens, channels, C, inside)
+
+
 class UnitHeads(torch.autograd.Function):
-    """x [N, C] of rows of T tokens, or with `position` int32 [N] of documents, and weight [C, width], to [N, C]."""
+    """x [N, C] of rows of T tokens, each after its `history` [N / T, width - 1, C] if there is one, or with `position`
+    int32 [N] of documents, and weight [C, width], to [N, C]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, position: Tensor | None, T: int, head_dim: int) -> Tensor:
-        ctx.save_for_backward(x, weight, position)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, position: Tensor | None, history: Tensor | None, T: int, head_dim: int
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, position, history)
         (N, C), width = x.shape, weight.shape[1]
         ctx.T, ctx.sizes = T, _tile(head_dim, TILE // 2) | {"WIDTH": width, "DOCUMENTS": position is not None}
         y = torch.empty_like(x)
         grid = (triton.cdiv(N, ctx.sizes["BLOCK_T"]), C // head_dim)
-        unit_heads_forward[grid](x, weight, position, y, N, T, C, **ctx.sizes)
+        unit_heads_forward[grid](x, weight, position, history, y, N, T, C, **ctx.sizes)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, position = ctx.saved_tensors
+        x, weight, position, history = ctx.saved_tensors
         (N, C), width, T, sizes = x.shape, weight.shape[1], ctx.T, ctx.sizes
         heads, programs = C // sizes["D"], triton.cdiv(N, TOKENS)
         dz, dx = torch.empty_like(x), torch.empty_like(x)
         parts = x.new_empty(programs, width, C, dtype=torch.float32)
         unit_heads_backward[(programs, heads)](
-            x, weight, position, dy.contiguous(), dz, parts, N, T, C, **sizes,
+            x, weight, position, history, dy.contiguous(), dz, parts, N, T, C, **sizes,
             TOKENS=TOKENS, BLOCK_W=triton.next_power_of_2(width),
         )  # fmt: skip
         grid = (triton.cdiv(N, sizes["BLOCK_T"]), heads)
         convolution_backward[grid](dz, weight, position, dx, N, T, C, **sizes)
-        return dx, parts.sum(0).mT.to(weight.dtype), None, None, None
+        dhistory = None
+        if history is not None:
+            dhistory = torch.empty_like(history)
+            M = N // T * (width - 1)
+            grid = (triton.cdiv(M, sizes["BLOCK_T"]), heads)
+            history_backward[grid](dz, weight, dhistory, M, T, C, **sizes)
+        return dx, parts.sum(0).mT.to(weight.dtype), None, dhistory, None, None
 
 
 def _tile(D: int, elements: int = TILE) -> dict[str, int]:

@@ -45,18 +45,19 @@ class ContextParallel:
         if not borrowed:
             return convolution(x)
         tail = runs[:, self.run_length - borrowed :]
-        bounds = None
-        if cu_seqlens is not None:
-            # What comes before the last start is no concern of those to the right.
-            starts = self._starts(cu_seqlens, runs.shape[0])
-            started_later = starts.flip(1).cumsum(1).flip(1) - starts.int()
-            tail = tail * (started_later[:, -borrowed:] == 0)[..., None]
-            lead = starts.new_zeros(runs.shape[0], borrowed)
-            lead[:, 0] = True
-            opened = torch.cat([lead, starts], 1)
-            bounds = torch.cat([opened.flatten().nonzero().squeeze(1), cu_seqlens.new_tensor([opened.numel()])])
+        if cu_seqlens is None:
+            y, after = convolution(runs, _FromLeft.apply(tail, self.group))
+            return y.reshape(*x.shape[:2], *y.shape[2:]), after
+        # What comes before the last start is no concern of those to the right.
+        starts = self._starts(cu_seqlens, runs.shape[0])
+        started_later = starts.flip(1).cumsum(1).flip(1) - starts.int()
+        tail = tail * (started_later[:, -borrowed:] == 0)[..., None]
+        lead = starts.new_zeros(runs.shape[0], borrowed)
+        lead[:, 0] = True
+        opened = torch.cat([lead, starts], 1)
+        bounds = torch.cat([opened.flatten().nonzero().squeeze(1), cu_seqlens.new_tensor([opened.numel()])])
         extended = torch.cat([_FromLeft.apply(tail, self.group), runs], 1)
-        y, after = convolution(extended if bounds is None else extended.view(1, -1, x.shape[-1]), None, bounds)
+        y, after = convolution(extended.view(1, -1, x.shape[-1]), None, bounds)
         y = y.reshape(*extended.shape[:2], *y.shape[2:])[:, borrowed:]
         return y.reshape(*x.shape[:2], *y.shape[2:]), after
 
@@ -67,8 +68,11 @@ class ContextParallel:
             runs = recurrence.reset(runs, self._starts(cu_seqlens, len(runs[0])))
         elif recurrence.marks_starts and self.group.rank == 0:
             runs = recurrence.reset(runs, starts_of(None, len(runs[0]), self.run_length, runs[0].device))
-        # No random numbers are drawn, so their generators need not be kept.
-        summaries = checkpoint(recurrence.summarize, runs, use_reentrant=False, preserve_rng_state=False)
+        if recurrence.remakes_summary:
+            # No random numbers are drawn, so their generators need not be kept.
+            summaries = checkpoint(recurrence.summarize, runs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            summaries = recurrence.summarize(runs)
         return Announcement(runs, Exchange(summaries, self.group))
 
     def recur(self, recurrence: Recurrence, inputs: Any, announced: Announcement) -> Output:

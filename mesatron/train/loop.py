@@ -132,6 +132,8 @@ class Trainer:
 
     def train(self, stop_at_step: int | None) -> None:
         """Train from the resume point to `stop_at_step` or the last step."""
+        # Backward passes in this thread: in autograd's own, Python took 1.4 times as long (docs/results.md).
+        torch.autograd.set_multithreading_enabled(False)
         last_step = min(self.config.train.steps, stop_at_step or self.config.train.steps)
         self.watchdog.begin("building the model", START_SECONDS)
         self.engine = build_engine(self.config, self.layout, self.accumulation_steps)

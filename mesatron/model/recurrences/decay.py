@@ -26,9 +26,8 @@ def log_decays(log_gamma: Tensor) -> Tensor:
 
 def log_decay_after(log_gamma: Tensor, dimension: int) -> Tensor:
     """The sum of all later entries along `dimension`, in float64."""
-    entries = log_gamma.double().movedim(dimension, 0)
-    later = torch.cat([entries[1:], torch.zeros_like(entries[:1])])
-    return later.flip(0).cumsum(0).flip(0).movedim(0, dimension)
+    entries = log_gamma.double().movedim(dimension, -1)  # last: a GPU adds up along another one token after the other
+    return F.pad(entries[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1).movedim(-1, dimension)
 
 
 def weighted_sum(terms: Tensor, log_weights: Tensor) -> Tensor:

@@ -39,6 +39,8 @@ class MatrixRecurrence(ChunkwiseRecurrence):
 class LinearAttention(MatrixRecurrence):
     """G_t = gamma_t G_(t-1) + v_t k_t^T, o_t = G_t q_t."""
 
+    remakes_summary = False
+
     def step(self, inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearState]:
         q, k, v, log_gamma = inputs
         G = log_gamma.exp()[..., None, None] * state.G + v.unsqueeze(-1) * k.unsqueeze(-2)

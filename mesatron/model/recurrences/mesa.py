@@ -36,6 +36,7 @@ class Mesa(Recurrence):
     token with states goes by the operator's step, which means the same.
     """
 
+    remakes_summary = False
     lam: Tensor
     max_steps: int
     tolerance: float

@@ -20,14 +20,6 @@ PROGRAMS = 512  # that fill a GPU
 
 
 @triton.jit
-def _product(a, b, acc):
-    """acc + a @ b for bf16 a and fp32 b."""
-    high = b.to(tl.bfloat16)
-    acc = tile_product(a, high, acc, "bf16")
-    return tile_product(a, (b - high.to(tl.float32)).to(tl.bfloat16), acc, "bf16")
-
-
-@triton.jit
 def products_forward(
     v, k,  # [B, T, heads, E or D] bf16
     weights,  # [B, T, heads] fp32
@@ -49,7 +41,10 @@ def products_forward(
             k + places[:, None] * D + columns[None, :], mask=valid[:, None] & (columns[None, :] < D), other=0.0
         )
         values = tl.load(v + places[None, :] * E + rows[:, None], mask=valid[None, :] & (rows[:, None] < E), other=0.0)
-        acc = _product(values, keys.to(tl.float32) * weight[:, None], acc)
+        weighted = keys.to(tl.float32) * weight[:, None]
+        high = weighted.to(tl.bfloat16)
+        acc = tile_product(values, high, acc, "bf16")
+        acc = tile_product(values, (weighted - high.to(tl.float32)).to(tl.bfloat16), acc, "bf16")
     base = (part * tl.num_programs(0) + row).to(tl.int64) * E * D
     place = rows[:, None] * D + columns[None, :]
     tl.store(sums + base + place, acc, mask=(rows[:, None] < E) & (columns[None, :] < D))
@@ -58,7 +53,7 @@ def products_forward(
 @triton.jit
 def products_backward(
     v, k, weights,
-    dsums,  # [B, heads, E, D] fp32
+    high, low,  # [B, heads, E, D] bf16: the sums' gradient in two terms
     dv, dk, dweights,  # written
     T, heads,
     E: tl.constexpr, D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, L: tl.constexpr,
@@ -72,17 +67,21 @@ def products_backward(
     key_places, key_mask = places[:, None] * D + columns[None, :], valid[:, None] & (columns[None, :] < D)
     keys = tl.load(k + key_places, mask=key_mask, other=0.0)
     gradient = tl.zeros([L, BLOCK_D], tl.float32)  # of the weighted keys
-    base = dsums + row.to(tl.int64) * E * D
+    base = row.to(tl.int64) * E * D
     for first in range(0, E, BLOCK_E):
         rows = first + tl.arange(0, BLOCK_E)
         value_places, value_mask = places[:, None] * E + rows[None, :], valid[:, None] & (rows[None, :] < E)
         values = tl.load(v + value_places, mask=value_mask, other=0.0)
         inside = (rows[:, None] < E) & (columns[None, :] < D)
-        dsum = tl.load(base + rows[:, None] * D + columns[None, :], mask=inside, other=0.0)
-        gradient = _product(values, dsum, gradient)
+        place = base + rows[:, None] * D + columns[None, :]
+        gradient = tile_product(values, tl.load(high + place, mask=inside, other=0.0), gradient, "bf16")
+        gradient = tile_product(values, tl.load(low + place, mask=inside, other=0.0), gradient, "bf16")
         inside = (rows[None, :] < E) & (columns[:, None] < D)
-        turned = tl.load(base + rows[None, :] * D + columns[:, None], mask=inside, other=0.0)
-        of_values = _product(keys, turned, tl.zeros([L, BLOCK_E], tl.float32)) * weight[:, None]
+        place = base + rows[None, :] * D + columns[:, None]
+        of_values = tl.zeros([L, BLOCK_E], tl.float32)
+        of_values = tile_product(keys, tl.load(high + place, mask=inside, other=0.0), of_values, "bf16")
+        of_values = tile_product(keys, tl.load(low + place, mask=inside, other=0.0), of_values, "bf16")
+        of_values *= weight[:, None]
         tl.store(dv + value_places, of_values.to(dv.dtype.element_ty), mask=value_mask)
     tl.store(dweights + places, tl.sum(gradient * keys.to(tl.float32), 1), mask=valid)
     gradient *= weight[:, None]
@@ -103,7 +102,7 @@ class WeightedProducts(torch.autograd.Function):
         parts = triton.cdiv(T, part_length)
         sums = weights.new_empty(parts, batch, heads, E, D)
         products_forward[(batch * heads, blocks, parts)](
-            v, k, weights, sums, T, heads, part_length, **_sizes(E, D, FORWARD_ROWS)
+            v, k, weights, sums, T, heads, part_length, **sizes(E, D, products_forward)
         )
         return sums.sum(0)
 
@@ -113,12 +112,16 @@ class WeightedProducts(torch.autograd.Function):
         v, k, weights = ctx.saved_tensors
         dv, dk, dweights = torch.empty_like(v), torch.empty_like(k), torch.empty_like(weights)
         batch, T, heads, D = k.shape
+        high = dsums.contiguous().to(k.dtype)
+        low = (dsums - high).to(k.dtype)
         products_backward[(batch * heads, triton.cdiv(T, L))](
-            v, k, weights, dsums.contiguous(), dv, dk, dweights, T, heads, **_sizes(v.shape[-1], D, BACKWARD_ROWS)
+            v, k, weights, high, low, dv, dk, dweights, T, heads, **sizes(v.shape[-1], D, products_backward)
         )
         return dv, dk, dweights
 
 
-def _sizes(E: int, D: int, rows: int) -> dict[str, int]:
-    blocks = {"BLOCK_E": rows, "BLOCK_D": max(64, triton.next_power_of_2(D))}
-    return {"E": E, "D": D, "L": L, "num_warps": 8 if D > 64 else 4, "num_stages": 1} | blocks
+def sizes(E: int, D: int, kernel: Any) -> dict[str, int]:
+    """How a kernel is launched for heads of so many channels."""
+    rows, stages = (FORWARD_ROWS, 3) if kernel is products_forward else (BACKWARD_ROWS, 1)
+    launch = {"num_warps": 8 if D > 64 else 4, "num_stages": stages}
+    return {"E": E, "D": D, "L": L, "BLOCK_E": rows, "BLOCK_D": max(64, triton.next_power_of_2(D))} | launch

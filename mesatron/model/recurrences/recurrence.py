@@ -31,6 +31,8 @@ class Recurrence(ABC):
     token; None stands for 0). States are a NamedTuple of tensors [N, ...] in fp32 or float64.
     """
 
+    remakes_summary: ClassVar[bool] = True
+    """Whether `summarize` is better run again in the backward pass than all that it computes kept."""
     marks_starts: ClassVar[bool] = False
     """Whether a sequence's first token is told by its gate, which then has to forget all."""
 

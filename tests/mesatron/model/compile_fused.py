@@ -16,14 +16,19 @@ from triton.compiler import ASTSource
 
 from mesatron.model import fused_kernels as fused
 from mesatron.model import loss_kernels as loss
+from mesatron.model.recurrences import product_kernels as products
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 # Pointers not named here are bf16; so are activations, weights and logits in training.
-TYPES = dict.fromkeys(("N", "T", "C", "V", "stride"), "i32") | dict.fromkeys(("epsilon", "cap"), "fp32")
+TYPES = dict.fromkeys(("N", "M", "T", "C", "V", "stride", "heads", "part_length"), "i32") | dict.fromkeys(
+    ("epsilon", "cap"), "fp32"
+)
 TYPES |= dict.fromkeys(("normalizers", "dnormalizers", "chosen", "dchosen", "dweight"), "*fp32")
+TYPES |= dict.fromkeys(("weights", "dweights", "sums"), "*fp32")
 TYPES |= {"targets": "*i64", "position": "*i32"}
 ALIGNED = ("N", "T", "C", "stride")  # multiples of 16, as 768 channels and padded logits are
-HEADS = fused._tile(128, fused.TILE // 2) | {"WIDTH": 4, "DOCUMENTS": True}
+HEADS = fused._tile(128, fused.TILE // 2) | {"WIDTH": 4, "DOCUMENTS": True, "history": None}
+AFTER = fused._tile(128, fused.TILE // 2) | {"WIDTH": 4, "DOCUMENTS": False, "position": None}
 CASES = [
     *(
         case
@@ -37,20 +42,30 @@ CASES = [
     (fused.swiglu_backward, {"BLOCK": fused.TILE}, 4),
     (fused.unit_heads_forward, HEADS, 4),
     (fused.unit_heads_backward, HEADS | {"TOKENS": fused.TOKENS, "BLOCK_W": 4}, 4),
+    (fused.unit_heads_forward, AFTER, 4),
+    (fused.unit_heads_backward, AFTER | {"TOKENS": fused.TOKENS, "BLOCK_W": 4}, 4),
     (fused.convolution_backward, HEADS, 4),
+    (fused.history_backward, AFTER, 4),
     (loss.scores_forward, {"BLOCK": loss.BLOCK}, 8),
     (loss.scores_backward, {"BLOCK": loss.BLOCK}, 8),
+    *(
+        (kernel, products.sizes(channels, channels, kernel), 4)
+        for channels in (64, 128)
+        for kernel in (products.products_forward, products.products_backward)
+    ),
 ]
 
 
 def compile_one(kernel, constants: dict, num_warps: int, capability: int) -> dict:
     """One kernel's resources; `wide_loads` and `loads` of global memory, of 16 bytes a thread and of any size."""
+    options = {"num_warps": num_warps} | {n: constants[n] for n in ("num_warps", "num_stages") if n in constants}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {n: "constexpr" if n in constants else TYPES.get(n, "*bf16") for n in kernel.arg_names}
     positions = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = [i for i, n in enumerate(kernel.arg_names) if signature[n].startswith("*") or n in ALIGNED]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(kernel, signature=signature, constexprs=positions, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

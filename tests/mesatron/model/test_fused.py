@@ -83,6 +83,20 @@ def test_heads_of_packed_documents(dtype: torch.dtype) -> None:
     compare(lambda x, weight, form: fused.unit_heads(x, weight, position, None, 18, form), inputs)
 
 
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (3, 2), (2, 97)])
+def test_heads_after_a_history(batch: int, length: int, width: int, dtype: torch.dtype) -> None:
+    shapes = [(batch, length, 36), (36, width), (batch, width - 1, 36)]
+    inputs = [normal(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes[: 2 + (width > 1)])]
+
+    def heads(x: Tensor, weight: Tensor, *rest: Tensor | str) -> Tensor:
+        *history, form = rest
+        before = history[0] if history else x.new_zeros(batch, 0, 36)
+        return fused.unit_heads(x, weight, None, before, 18, form)
+
+    compare(heads, inputs)
+
+
 def test_a_head_of_zeros_stays_zero() -> None:
     x = normal(1, 9, 16, dtype=torch.float32)
     x[:, :5] = 0
@@ -166,7 +180,7 @@ def test_the_whole_model_in_both_forms(documents: list[int] | None) -> None:
 
 
 def test_generation_goes_on_from_a_prefill() -> None:
-    """The chunkwise form with Triton's input path, then steps with torch's."""
+    """The chunkwise form, then steps, both with Triton's input path."""
     model = make_model("triton")
     tokens = torch.randint(211, (2, 12), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     with torch.no_grad():

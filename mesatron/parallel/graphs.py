@@ -7,7 +7,6 @@ reads and writes stays where it is.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 from typing import Any
@@ -60,9 +59,7 @@ class BlockGraphs:
     def __init__(self, blocks: Sequence[Block], x: Tensor, in_flight: int) -> None:
         self.shape = x.shape
         torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
-            # Of the thread that runs backward passes, which then has one.
-            warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
+        with torch.cuda.stream(torch.cuda.Stream()):
             for block in blocks:
                 one = Passes(block, x)
                 for _ in range(WARM_UP_PASSES):

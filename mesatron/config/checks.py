@@ -98,14 +98,14 @@ def _problems(config: Config):
 
 def _graph_problems(config: Config):
     for holds, key, needed in (
-        (config.parallel.zero_stage in (1, 2), "parallel.zero_stage", "1 or 2, which leave weights where they are"),
+        (config.parallel.zero_stage in (1, 2), "parallel.zero_stage", "1 or 2"),
         (config.train.activation_checkpointing != "full", "train.activation_checkpointing", "none or selective"),
-        (not config.data.reset_state_at_documents, "data.reset_state_at_documents", "false, as documents differ"),
+        (not config.data.reset_state_at_documents, "data.reset_state_at_documents", "false"),
     ):
         if not holds:
             section, _, name = key.partition(".")
             found = str(getattr(getattr(config, section), name)).lower()
-            yield f"train.cuda_graphs needs {key} to be {needed}, not {found}; change it or set the former to false."
+            yield f"train.cuda_graphs needs {key} {needed}, not {found}; change it or set train.cuda_graphs to false."
 
 
 def _parallel_problems(config: Config):

@@ -218,7 +218,8 @@ class TrainConfig(Section):
     `selective` spares the solver, `full` runs it twice."""
     cuda_graphs: bool = False
     """Record each block's passes once, on GPUs, and launch each as a whole: worth it where a step waits for Python, as
-    with few tokens in a micro-batch. Activations then keep their memory between steps."""
+    with few tokens in a micro-batch. Activations then keep their memory between steps, and gradients of weights take
+    some for each micro-batch that is under way."""
     loss_chunk_tokens: PositiveInt = 8192
     """Tokens whose logits exist at a time; bounds memory at large vocabularies."""
     max_skipped_steps: PositiveInt = 10

@@ -22,6 +22,10 @@ WARM_UP_PASSES = 3
 """In which kernels are compiled and tuned and connections made, none of which can be recorded."""
 
 
+class CannotRecordError(RuntimeError):
+    """A pass waits for the host, or does something else that a graph cannot hold."""
+
+
 class Passes(nn.Module):
     """One block's two passes as graphs, with their tensors: x and y [B, T, width], dy, and gradients of x and of the
     block's parameters."""
@@ -53,7 +57,8 @@ class Passes(nn.Module):
 class BlockGraphs:
     """Graphs of blocks in a row, whose inputs are all like x [B, T, width] and belong to no documents.
 
-    in_flight: micro-batches that have passed forward and not yet backward, at most; each has memory of its own.
+    in_flight: micro-batches that have passed forward and not yet backward, at most; each has memory of its own. Raises
+    CannotRecordError where a block does what a graph cannot hold.
     """
 
     def __init__(self, blocks: Sequence[Block], x: Tensor, in_flight: int) -> None:
@@ -67,12 +72,23 @@ class BlockGraphs:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         unused = _unused_bytes()
-        rows = [_record(blocks, x) for _ in range(in_flight)]
+        try:
+            rows = [_record(blocks, x) for _ in range(in_flight)]
+        except RuntimeError as error:
+            raise _first(error) from None
         self.bytes = _unused_bytes() - unused
         """Memory of activations, which no tensor seems to take."""
+        self._passes = [passes for row in rows for passes in row]
         self._turns: dict[Block, Iterator[Passes]] = {
             block: cycle(passes) for block, passes in zip(blocks, zip(*rows, strict=True), strict=True)
         }
+
+    def release(self) -> None:
+        """Give the graphs up, for which NCCL would wait before it ends if they hold work of its."""
+        torch.cuda.synchronize()
+        for passes in self._passes:
+            passes.forward_graph.reset()
+            passes.backward_graph.reset()
 
     def take(self, x: Tensor, cu_seqlens: Tensor | None) -> bool:
         """Whether the blocks' pass over x is one that was recorded."""
@@ -128,6 +144,13 @@ def _record(blocks: Sequence[Block], x: Tensor) -> list[Passes]:
         one.y = one.y.detach()
         dy = one.gradients[0]  # type: ignore[assignment]
     return row
+
+
+def _first(error: BaseException) -> BaseException:
+    """What failed first: to end a recording in which something has failed is an error too."""
+    while isinstance(error.__context__, RuntimeError):
+        error = error.__context__
+    return CannotRecordError(str(error).splitlines()[0]) if "captur" in str(error) else error
 
 
 def _unused_bytes() -> int:

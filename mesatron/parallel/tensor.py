@@ -68,6 +68,7 @@ class TensorParallel:
         every = scores.new_empty(self.group.size, *scores.shape)
         dist.all_gather_into_tensor(every, scores.detach()[None], group=self.group.handle)
         every[self.group.rank] = scores  # known to autograd, which what was gathered is not
+        # Where no process has the target the gradient is no number, which goes no further: nothing here depends on it.
         return every.logsumexp(0)
 
 

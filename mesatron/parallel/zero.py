@@ -109,21 +109,37 @@ class ZeroEngine:
             return
         if self.device.type != "cuda":
             raise self.layout.world.raised_by_all(ConfigError("train.cuda_graphs needs a GPU; set it to false."))
-        from mesatron.parallel.graphs import BlockGraphs
+        from mesatron.parallel.graphs import BlockGraphs, CannotRecordError
 
+        world, reason = self.layout.world, None
         blocks = list(self.blocks().values())
         shape = self.seams.residual_shape(self.config.train.micro_batch_size, self.config)
         x = torch.zeros(shape, device=self.device, dtype=next(blocks[0].parameters()).dtype)
         try:
             self.seams.graphs = BlockGraphs(blocks, x, self._in_flight)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise ConfigError(
-                f"A block does what no CUDA graph can hold ({str(error).splitlines()[0]}); set train.cuda_graphs to "
-                "false."
-            ) from error
-        self.graph_bytes = self.seams.graphs.bytes
+            self.graph_bytes = self.seams.graphs.bytes
+            torch.cuda.reset_peak_memory_stats(self.device)  # it counts all that was recorded as tensors
+        except CannotRecordError as error:
+            reason = str(error)
+        reasons = world.gather(reason)
+        reason = world.from_first(lambda: next(filter(None, reasons), None))
+        if reason:
+            what = f"A block does what no CUDA graph can hold ({reason}); set train.cuda_graphs to false."
+            raise world.raised_by_all(ConfigError(what))
+
+    def release(self) -> None:
+        """Give up recorded passes and their memory."""
+        if self.seams.graphs is not None:
+            self.seams.graphs.release()
+            self.seams.graphs, self.graph_bytes = None, 0
+            torch.cuda.empty_cache()
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Blocks run as modules in here, with the memory that recorded passes took."""
+        self.release()
+        yield
+        self.record()
 
     @property
     def _in_flight(self) -> int:
@@ -131,14 +147,10 @@ class ZeroEngine:
         return 1
 
     def bare_losses(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """`losses` whose backward passes DeepSpeed does not take for a part of a step, of blocks that run one by one
-        as modules."""
-        graphs, self.seams.graphs = self.seams.graphs, None
+        """`losses` whose backward passes DeepSpeed does not take for a part of a step."""
         autocast = self.config.train.precision == "bf16" and self.stage == 0
         with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
-            losses = self.engine.module(*self._model_inputs(tokens, targets, cu_seqlens))
-        self.seams.graphs = graphs
-        return losses
+            return self.engine.module(*self._model_inputs(tokens, targets, cu_seqlens))
 
     def _model_inputs(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> tuple[Tensor | int | None, ...]:
         documents = self._sent(cu_seqlens) if self.config.data.reset_state_at_documents else None

@@ -66,6 +66,7 @@ def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow
     stacks = config.run_folder / "stacks"
     watchdog = Watchdog(world, config.train.watchdog_seconds, stacks / f"starting-rank-{world.rank}.txt", run.close)
     reason, exit_code, together = "finished", 0, True
+    trainer: Trainer | None = None
     try:
         watchdog.begin("opening the run", START_SECONDS)
         environment = world.from_first(lambda: describe_environment(world))
@@ -78,7 +79,8 @@ def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow
             raise world.raised_by_all(stopped(start.step, config))
         if start.step < config.train.steps:
             own = local.path if local and start.local else start.checkpoint
-            Trainer(config, world, run, watchdog, start, own, environment, allow_changes).train(stop_at_step)
+            trainer = Trainer(config, world, run, watchdog, start, own, environment, allow_changes)
+            trainer.train(stop_at_step)
         elif world.is_first:
             Log().print(f"{config.run_folder} is complete: step {start.step} of {config.train.steps} is saved.")
     except BaseException as error:
@@ -96,6 +98,8 @@ def train(config: Config, stop: StopFlag, stop_at_step: int | None = None, allow
         run.close(reason, exit_code)
         if together:  # else no further collective: the others may be gone
             world.barrier()  # whoever leaves first ends the others, who may still be writing
+            if trainer:
+                trainer.release()
             distributed.stop()
         watchdog.close()
 
@@ -149,6 +153,11 @@ class Trainer:
         if self.step < self.config.train.steps:
             error = self.run.stop.error(self.ending, self.step, self.config) if self.ending else None
             raise self.world.raised_by_all(error or stopped(self.step, self.config))
+
+    def release(self) -> None:
+        """Give up what would keep NCCL from ending."""
+        if hasattr(self, "engine"):
+            self.engine.release()
 
     def _train_from_start(self, last_step: int) -> None:
         """Train from `self.start` to `last_step`, an agreed end or a spike."""

@@ -36,13 +36,14 @@ def weighted_sum(terms: Tensor, log_weights: Tensor) -> Tensor:
     return (terms * weights.view(*weights.shape, *[1] * (terms.ndim - weights.ndim))).sum(0)
 
 
-def weighted_products(v: Tensor, k: Tensor, weights: Tensor, implementation: str = "auto") -> Tensor:
+def weighted_products(v: Tensor, k: Tensor, weights: Tensor, implementation: str) -> Tensor:
     """Sum over tokens of weights [B, T, h] times v k^T, for v [B, T, h, Dv] and k [B, T, h, D], to [B, h, Dv, D]; in
     fp32 or float64, under autocast too.
 
-    implementation: as in `mesatron.model.fused`; the Triton form is for bf16.
+    implementation: that of a recurrence. The Triton form is for bf16, and beside fla-core's recurrences too.
     """
-    if v.dtype == k.dtype == torch.bfloat16 and takes_triton(implementation, k):
+    form = "auto" if implementation == "fla" else implementation
+    if v.dtype == k.dtype == torch.bfloat16 and takes_triton(form, k):
         from mesatron.model.recurrences.product_kernels import WeightedProducts
 
         return WeightedProducts.apply(v, k, weights.float())

@@ -75,7 +75,8 @@ class LinearAttention(MatrixRecurrence):
 
     def summarize(self, inputs: LinearInputs) -> tuple[Tensor, ...]:
         """The log decay [B, h] and the state [B, h, Dv, D] after it from an empty one."""
-        G = weighted_products(inputs.v, inputs.k, log_decay_after(inputs.log_gamma, 1).exp())
+        weights = log_decay_after(inputs.log_gamma, 1).exp()
+        G = weighted_products(inputs.v, inputs.k, weights, self.implementation)
         return inputs.log_gamma.double().sum(1).to(G.dtype), G
 
     def combine(self, summaries: Sequence[Tensor]) -> LinearState:

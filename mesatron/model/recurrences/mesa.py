@@ -87,7 +87,7 @@ class Mesa(Recurrence):
     def summarize(self, inputs: MesaInputs) -> tuple[Tensor, ...]:
         """The state [H; G] [B, h, D + Dv, D] after a run from an empty one, and the log decay [B, h] over it."""
         weights = log_decay_after(inputs.log_gamma, 1).exp() * inputs.beta
-        H, G = (weighted_products(x, inputs.k, weights) for x in (inputs.k, inputs.v))
+        H, G = (weighted_products(x, inputs.k, weights, self.implementation) for x in (inputs.k, inputs.v))
         return torch.cat([H, G], -2), inputs.log_gamma.double().sum(1).to(H.dtype)
 
     def combine(self, summaries: Sequence[Tensor]) -> MesaState:

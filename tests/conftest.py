@@ -5,7 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_sessionfinish() -> None:
     """Workers end without what Python does at an exit, and would leave the folder of a fork server's socket."""
     multiprocessing.util._run_finalizers()
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A temporary folder whose path leaves room for a socket's name, as pytest's own do not always."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

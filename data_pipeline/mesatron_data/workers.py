@@ -3,18 +3,24 @@
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.util import get_temp_dir
 from typing import TypeVar
 
 from mesatron_data.errors import DataError
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
+
+LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
+"""In bytes: the address of a Unix socket has 107, and multiprocessing gives its sockets such names in there."""
 
 
 class Workers:
@@ -48,14 +54,29 @@ class Workers:
             yield futures[future], future.result()
 
 
+def fork_server(*modules: str) -> ForkServerContext:
+    """What processes are forked from, with `modules` imported; it ends with this process.
+
+    Its sockets are in the temporary folder, or in /tmp where that one's path is too long for them.
+    """
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TEMPORARY_FOLDER:
+        usual, tempfile.tempdir = tempfile.tempdir, "/tmp"
+        try:
+            get_temp_dir()  # makes the folder of all sockets of this process and of those that it starts
+        finally:
+            tempfile.tempdir = usual
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(modules))
+    return context
+
+
 @contextmanager
 def open_workers(processes: int) -> Iterator[Workers]:
     """Start `processes` processes; when the block fails or this process ends, however it ends, so do they."""
     if processes == 1:
         yield Workers(None)
         return
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mesatron_data.mosaic"])  # imports torch: once instead of in each process
+    context = fork_server("mesatron_data.mosaic")  # imports torch: once instead of in each process
     here, there = context.Pipe(duplex=False)
     executor = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(here, dict(os.environ)))
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import resource
 import signal
@@ -17,6 +16,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 import torch
+from mesatron_data import workers
 from torch.distributed import TCPStore
 
 from mesatron.errors import MesatronError, PeerLostError, last_report
@@ -37,12 +37,10 @@ class WorldFailed(MesatronError):
 
 
 def fork_server(*modules: str) -> ForkServerContext:
-    """What worlds are forked from, with PRELOAD and `modules` imported; it ends with this process."""
+    """What worlds are forked from, with PRELOAD and `modules` imported."""
     # Asked in the usual way, whether there is a GPU, CUDA cannot be used after a fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *modules])
-    return context
+    return workers.fork_server(*PRELOAD, *modules)
 
 
 def run_world(

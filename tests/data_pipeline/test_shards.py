@@ -263,7 +263,9 @@ def test_no_space_is_told_from_other_faults(tmp_path: Path) -> None:
     assert not isinstance(caught.value, DiskFullError)
 
 
-def test_a_truncated_file_is_refused_unless_asked_for(records: Path, tokenizer_path: Path, tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused_unless_asked_for(
+    records: Path, tokenizer_path: Path, tmp_path: Path, short_path: Path
+) -> None:
     """Nothing is tokenized again once it is asked for, and the manifest names the file."""
     folder = shutil.copytree(records, tmp_path / "in")
     broken = folder / "train/deep/c.jsonl.zst"
@@ -273,7 +275,7 @@ def test_a_truncated_file_is_refused_unless_asked_for(records: Path, tokenizer_p
     with pytest.raises(DataError, match=rf"1 files end early .*c.jsonl.zst \(read {size:,} of {size:,} bytes"):
         prepare(*paths)
     made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tokens")}
-    with stopped_at(5, 1, folder, tokenizer_path, tmp_path, allow_truncated_files="1") as reached:
+    with stopped_at(5, 1, folder, tokenizer_path, tmp_path, short_path, allow_truncated_files="1") as reached:
         assert reached == "pack"
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.tokens")} == made
     manifest = prepare(*paths, allow_truncated_files=True).manifest
@@ -286,15 +288,16 @@ def test_a_truncated_file_is_refused_unless_asked_for(records: Path, tokenizer_p
 
 @contextmanager
 def stopped_at(
-    report: int, workers: int, records: Path, tokenizer: Path, tmp_path: Path, allow_truncated_files: str = ""
-) -> Iterator[str]:
+    report: int, workers: int, records: Path, tokenizer: Path, tmp_path: Path, temporary: Path,
+    allow_truncated_files: str = "",
+) -> Iterator[str]:  # fmt: skip
     """A run of its own session, at its n-th report of progress; killed on leaving, its workers by its end alone."""
     arguments = [
         str(report), str(workers), allow_truncated_files, str(records), str(tmp_path / "out"), str(tokenizer)
     ]  # fmt: skip
     with subprocess.Popen(
         [sys.executable, "-c", PREPARE, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        start_new_session=True, env=os.environ | {"TMPDIR": str(tmp_path.parent)},  # for its fork server's socket
+        start_new_session=True, env=os.environ | {"TMPDIR": str(temporary)},  # for its fork server's socket
     ) as run:  # fmt: skip
         assert run.stdout is not None
         yield run.stdout.readline().strip()
@@ -305,11 +308,13 @@ def stopped_at(
         assert not alive
 
 
-def test_a_killed_run_is_gone_on_with(records: Path, tokenizer_path: Path, prepared: Path, tmp_path: Path) -> None:
+def test_a_killed_run_is_gone_on_with(
+    records: Path, tokenizer_path: Path, prepared: Path, tmp_path: Path, short_path: Path
+) -> None:
     work = tmp_path / ".out.partial"
     made: dict[Path, int] = {}
     for report, workers, step in [(2, 1, "tokenize"), (1, 2, "tokenize"), (7, 2, "pack"), (8, 1, "pack")]:
-        with stopped_at(report, workers, records, tokenizer_path, tmp_path) as reached:
+        with stopped_at(report, workers, records, tokenizer_path, tmp_path, short_path) as reached:
             assert reached == step
             with pytest.raises(DataError, match="Another run is writing"):
                 prepare(str(records), tmp_path / "out", tokenizer_path, CONTEXT_LENGTH, shard_bytes=SHARD_BYTES)

@@ -142,14 +142,14 @@ def test_a_world_that_does_not_end_in_time_shows_where_it_was(prover: Prover, tm
         assert any("mesatron/cli.py" in line and line.endswith(" in train") for line in lines[begin:]), lines
 
 
-def test_a_world_ends_with_who_runs_it(prover: Prover, tmp_path: Path) -> None:
+def test_a_world_ends_with_who_runs_it(prover: Prover, tmp_path: Path, short_path: Path) -> None:
     script = (
         "import multiprocessing, pathlib, sys; from mesatron.prove.worlds import run_world;"
         "context = multiprocessing.get_context('forkserver'); folder = pathlib.Path(sys.argv.pop());"
         "run_world(context, 1, sys.argv[1:], folder, 60)"
     )
     arguments = ["train", str(prover.config), "name=orphan", *ENDLESS, str(tmp_path)]
-    environment = os.environ | {"TMPDIR": str(tmp_path)}  # where a killed fork server leaves its socket
+    environment = os.environ | {"TMPDIR": str(short_path)}  # where a killed fork server leaves its socket
     parent = subprocess.Popen([sys.executable, "-c", script, *arguments], start_new_session=True, env=environment)
     try:
         while not (tmp_path / "rank-0.log").exists():
@@ -179,13 +179,16 @@ def _session(leader: int) -> list[int]:
     return found
 
 
-def test_the_verb_leaves_no_temporary_file(tmp_path: Path) -> None:
-    (tmp_path / "temporary").mkdir()
+@pytest.mark.parametrize("name", ["t", 100 * "t"])
+def test_the_verb_runs_and_leaves_nothing_in_any_temporary_folder(name: str, tmp_path: Path, short_path: Path) -> None:
+    """One where its sockets are, and one whose path is too long for them."""
+    temporary = short_path / name
+    temporary.mkdir()
     command = [sys.executable, "-m", "mesatron", "prove", str(tmp_path / "proof"), "--processes=2", "--steps=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "temporary")}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
     done = subprocess.run(
         [*command, "--layout=DP2, ZeRO-1"], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().endswith("equal")
-    assert not list((tmp_path / "temporary").glob("pymp-*"))
+    assert not list(temporary.glob("pymp-*"))

@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from torch.autograd import DeviceType
 
 from mesatron.train.profile import STEP, shares
 
@@ -41,21 +43,46 @@ def test_a_profiler_that_starts_late_is_no_communication(tmp_path: Path, world: 
     assert figures["profile/seconds"] < 2
 
 
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+import torch
+from mesatron.errors import DiskFullError
+from mesatron.train.profile import profiled
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+try:
+    with profiled(Path(sys.argv[1]), torch.device("cpu"), lambda: None, lambda: None):
+        [torch.ones(2) for _ in range(1000)]
+except DiskFullError as error:
+    print(error)
+"""
+
+
+def test_a_trace_that_finds_no_space_is_one_error_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "temporary").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path / "profile/trace.json.gz")], capture_output=True, text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path / "temporary")},
+    )  # fmt: skip
+    assert done.stdout.startswith("No space left for a trace in "), done.stderr
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_shares_count_no_moment_twice(on_gpu: bool) -> None:
     """Seconds 0-4 and 3-5 of work, 4-8 of communication; not counted: annotations, a GPU's host, what was before."""
-    kernel = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    kernel = "kernel" if on_gpu else "cpu_op"
     names = ("gemm", "ncclDevKernel_AllReduce") if on_gpu else ("aten::mm", "gloo:all_reduce")
 
-    def event(name: str, begin: float, end: float, device: DeviceType = kernel, note: bool = False) -> SimpleNamespace:
-        span = SimpleNamespace(start=begin * 1e6, end=end * 1e6)
-        return SimpleNamespace(name=name, device_type=device, is_user_annotation=note, time_range=span)
+    def event(name: str, begin: float, end: float, category: str = kernel) -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": name, "ts": begin * 1e6, "dur": (end - begin) * 1e6}
 
     events = [event(names[0], 0, 4), event(names[0], 3, 5), event(names[1], 4, 8)]
-    events += [event(STEP, 0, 10, DeviceType.CPU), event(names[1], -3, -1), event("gloo:barrier", -2, 0)]
+    events += [event(STEP, 0, 10, "user_annotation"), event(names[1], -3, -1), event("gloo:barrier", -2, 0)]
+    events.append({"ph": "M", "name": "process_name", "ts": 0, "args": {"name": "python"}})
     if on_gpu:
-        events += [event(STEP, 0, 10, note=True), event("nccl:all_reduce", 0, 10, note=True)]
-        events.append(event("aten::mm", 0, 10, DeviceType.CPU))
+        events += [event(name, 0, 10, "gpu_user_annotation") for name in (STEP, "nccl:all_reduce")]
+        events += [event("aten::mm", 0, 10, "cpu_op"), event("nccl:all_reduce", 0, 10, "user_annotation")]
     assert shares(events, on_gpu) == {
         "profile/seconds": 10.0,
         "profile/computing": 0.5,

@@ -43,8 +43,9 @@ def epoch_order(
     parts = min(num_canonical_nodes, samples)
     order = streaming.base.shuffle.get_shuffle("py1e", samples_per_shard, parts, seed, epoch, shuffle_block_size)
     begins = samples * np.arange(parts + 1) // parts
-    position_in_part = np.arange(samples) - np.repeat(begins[:-1], np.diff(begins))
-    return order[np.argsort(position_in_part, kind="stable")]
+    turns = samples // parts  # that every part has; some have one more
+    order_in_turn = np.stack([order[begin : begin + turns] for begin in begins[:-1]], axis=1)
+    return np.concatenate([order_in_turn.ravel(), order[begins[1:][np.diff(begins) > turns] - 1]])
 
 
 def working_set(

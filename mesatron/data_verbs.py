@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mesatron.errors import ConfigError, DataError
-from mesatron.terminal import ConfigFile, Overrides, Overwrite, table
+from mesatron.terminal import ConfigFile, Overrides, Overwrite, Workers, table
 
 tokenizer_app = typer.Typer(no_args_is_help=True, help="Make tokenizers.")
 data_app = typer.Typer(no_args_is_help=True, help="Turn text into shards and look at them.")
 
 
 @tokenizer_app.command("train")
-def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Overwrite = False) -> None:
+def tokenizer_train(
+    file: ConfigFile, workers: Workers, overrides: Overrides = None, overwrite: Overwrite = False
+) -> None:
     """Train the SentencePiece model that the config names on its raw text."""
     import resource
 
@@ -24,6 +25,7 @@ def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Ov
     from mesatron_data.tokenizer_training import tokenizer_request, train_tokenizer
 
     from mesatron.config import load_config
+    from mesatron.preparation import preparation_bars
 
     config = load_config(file, overrides or [])
     folder, size = config.tokenizer.path, config.model.vocabulary_size
@@ -41,11 +43,13 @@ def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Ov
         Tokenizer.load(folder)
         typer.echo(f"{folder} is there already: {size} pieces.")
         return
-    trained = train_tokenizer(
-        config.data.input_folder, folder, size, seed=config.train.seed,
-        max_sample_bytes=config.tokenizer.sample_bytes, max_skipped_fraction=config.data.max_skipped_fraction,
-        allow_truncated_files=config.data.allow_truncated_files, weights=config.data.weights,
-    )  # fmt: skip
+    with preparation_bars() as progress:
+        trained = train_tokenizer(
+            config.data.input_folder, folder, size, seed=config.train.seed,
+            max_sample_bytes=config.tokenizer.sample_bytes, max_skipped_fraction=config.data.max_skipped_fraction,
+            allow_truncated_files=config.data.allow_truncated_files, weights=config.data.weights,
+            workers=workers, progress=progress,
+        )  # fmt: skip
     typer.echo(
         f"{folder}: {trained.vocabulary_size} pieces from {trained.sample_documents:,} of {trained.documents:,} "
         f"documents ({trained.sample_bytes / 1e6:.1f} MB)."
@@ -62,11 +66,9 @@ def tokenizer_train(file: ConfigFile, overrides: Overrides = None, overwrite: Ov
 @data_app.command("prepare")
 def data_prepare(
     file: ConfigFile,
+    workers: Workers,
     overrides: Overrides = None,
     overwrite: Overwrite = False,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes to use; every core that this one may use by default.")
-    ] = None,
     task: Annotated[
         str | None, typer.Option(metavar="K/N", help="Only tokenize the files of task K (from 0) of N.")
     ] = None,
@@ -91,7 +93,6 @@ def data_prepare(
             f"model.vocabulary_size is {config.model.vocabulary_size}, but {tokenizer} has {size} pieces; "
             "change it or train another tokenizer."
         )
-    workers = workers or len(os.sched_getaffinity(0))
     paths = (data.input_folder, data.folder, tokenizer, data.context_length)
     cleaning = Cleaning(data.min_document_tokens, data.max_document_tokens, data.remove_duplicates)
     options = Options(data.packing, data.weights is not None, cleaning, data.token_folder)
@@ -163,6 +164,7 @@ def data_inspect(
 @data_app.command("duplicates")
 def data_duplicates(
     file: ConfigFile,
+    workers: Workers,
     overrides: Overrides = None,
     documents: Annotated[int, typer.Option(min=2, help="Documents to compare with each other.")] = 10_000,
     threshold: Annotated[
@@ -173,8 +175,11 @@ def data_duplicates(
     from mesatron_data.near import find_near_duplicates
 
     from mesatron.config import load_config
+    from mesatron.preparation import preparation_bars
 
-    found = find_near_duplicates(load_config(file, overrides or []).data.input_folder, documents, threshold)
+    folder = load_config(file, overrides or []).data.input_folder
+    with preparation_bars() as progress:
+        found = find_near_duplicates(folder, documents, threshold, workers, progress)
     table([
         ("source", "documents", "nearly the same as an earlier one"),
         *(

@@ -1,4 +1,4 @@
-"""What `mesatron data prepare` shows of its work, and how it is told which part of it to do."""
+"""What work on a corpus shows of itself, and how `mesatron data prepare` is told which part of it to do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import typer
 from mesatron_data.manifest import Manifest
-from mesatron_data.shards import Progress
+from mesatron_data.progress import Progress
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
@@ -40,7 +40,9 @@ def preparation_bars() -> Iterator[Callable[[Progress], None]]:
 
         def show(progress: Progress) -> None:
             nonlocal spoken
-            figures = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
+            figures = f"{progress.documents:,} documents"
+            if progress.tokens is not None:
+                figures += f", {progress.tokens:,} tokens"
             if progress.step not in ids:
                 ids[progress.step] = bars.add_task(progress.step, total=progress.total, figures=figures)
             bars.update(ids[progress.step], completed=progress.done, figures=figures)

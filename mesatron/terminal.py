@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,12 @@ Overrides = Annotated[
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 RowSeconds = Annotated[float, typer.Option("--seconds", min=1.0, help="What one layout may take.")]
+Workers = Annotated[
+    int, typer.Option(
+        "--workers", min=1, default_factory=lambda: len(os.sched_getaffinity(0)), show_default="every core",
+        help="Processes to use.",
+    )
+]  # fmt: skip
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
 RunOrCheckpoint = Annotated[Path, typer.Argument(metavar="PATH", help="Run folder or checkpoint folder.")]
 

@@ -5,13 +5,13 @@ itself, by source and with places, not a step of preparation.
 """
 
 from dataclasses import dataclass, field
-from heapq import heappush, heappushpop
 from typing import Any
 
 import xxhash
 
+from mesatron_data.draw import draw_documents
 from mesatron_data.errors import DataError
-from mesatron_data.records import Counts, list_files, read_documents
+from mesatron_data.progress import Report
 
 WORDS = 5
 PERMUTATIONS = 128
@@ -28,13 +28,14 @@ class NearDuplicates:
     pairs: list[tuple[str, str, float]] = field(default_factory=list)
 
 
-def find_near_duplicates(input_folder: str, documents: int = 10_000, threshold: float = 0.8) -> NearDuplicates:
+def find_near_duplicates(
+    input_folder: str, documents: int = 10_000, threshold: float = 0.8, workers: int = 1, progress: Report | None = None
+) -> NearDuplicates:
     """Compare `documents` documents of `input_folder`/train (local path or URL) with each other.
 
-    Those whose places have the smallest hashes are taken, so the same files give the same sample. A document counts
-    when the estimated Jaccard similarity of its runs of words with an earlier one's is `threshold` or more. Takes about
-    5 kB of memory a document besides its text. Raises DataError where datasketch is not installed or records cannot be
-    read.
+    The same files give the same documents, which `workers` processes look for. A document counts when the estimated
+    Jaccard similarity of its runs of words with an earlier one's is `threshold` or more. Takes about 5 kB of memory a
+    document besides its text. Raises DataError where datasketch is not installed or records cannot be read.
     """
     try:
         from datasketch import MinHash, MinHashLSH
@@ -43,9 +44,10 @@ def find_near_duplicates(input_folder: str, documents: int = 10_000, threshold: 
     index = MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS)
     known: dict[str, Any] = {}
     result = NearDuplicates()
-    for place, source, text in _sample(input_folder, documents):
+    for document in draw_documents(input_folder, {None: documents}, _one, "", workers, progress).documents:
+        place, source = f"{document.file}:{document.line}", document.source
         own = MinHash(num_perm=PERMUTATIONS, hashfunc=xxhash.xxh32_intdigest)
-        own.update_batch(_runs(text))
+        own.update_batch(_runs(document.text))
         result.documents[source] = result.documents.get(source, 0) + 1
         likeness = {other: own.jaccard(known[other]) for other in index.query(own)}
         nearest = max(likeness, key=lambda other: (likeness[other], other), default=None)
@@ -58,19 +60,8 @@ def find_near_duplicates(input_folder: str, documents: int = 10_000, threshold: 
     return result
 
 
-def _sample(input_folder: str, documents: int) -> list[tuple[str, str, str]]:
-    """Place, source and text of the documents with the smallest hashes, in input order."""
-    kept: list[tuple[int, int, str, str, str]] = []
-    counts = Counts()
-    for file in list_files(input_folder, "train"):
-        for document in read_documents(file, counts):
-            place = f"{document.file}:{document.line}"
-            entry = (-xxhash.xxh3_64_intdigest(place), counts.documents, place, document.source, document.text)
-            if len(kept) < documents:
-                heappush(kept, entry)
-            else:
-                heappushpop(kept, entry)
-    return [(place, source, text) for _, _, place, source, text in sorted(kept, key=lambda entry: entry[1])]
+def _one(text: str) -> int:
+    return 1
 
 
 def _runs(text: str) -> list[bytes]:

@@ -79,6 +79,15 @@ class Counts:
     normalised: Counter[str] = field(default_factory=Counter)
     truncated: dict[str, tuple[int, int]] = field(default_factory=dict)
 
+    def add(self, other: "Counts") -> None:
+        """Add those of files that come later."""
+        self.documents += other.documents
+        self.skipped += other.skipped
+        for reason, places in other.places.items():
+            self.places[reason] = (self.places.get(reason, []) + places)[:PLACES_KEPT]
+        self.normalised += other.normalised
+        self.truncated |= other.truncated
+
     def skip(self, reason: str, file: str, line: int) -> None:
         """Count one skipped record."""
         self.skipped[reason] += 1

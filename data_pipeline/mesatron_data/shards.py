@@ -8,7 +8,7 @@ follows from its number, so the shards depend neither on the number of processes
 import itertools
 import shutil
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,26 +20,12 @@ from mesatron_data.manifest import MANIFEST_FILE, Manifest, SplitCounts, check_s
 from mesatron_data.mds import INDEX_FILE, ShardJob, WrittenShard, index_of, write_shard
 from mesatron_data.pack import sample_count
 from mesatron_data.plan import Options, Plan, clear, existing, locked, make_plan, put_in_place
+from mesatron_data.progress import Progress, Report
 from mesatron_data.records import SPLITS, check_skipped, check_truncated
 from mesatron_data.store import is_remote, list_sizes
 from mesatron_data.tokens import TokenJob, find, read_tables, tokenize
 from mesatron_data.verify import note_sound
 from mesatron_data.workers import Workers, open_workers
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a step is: `done` of `total` bytes of records (step "tokenize") or shards (step "pack"), and the
-    documents and tokens of what is done."""
-
-    step: str
-    done: int
-    total: int
-    documents: int
-    tokens: int
-
-
-Report = Callable[[Progress], None]
 
 
 @dataclass(frozen=True)

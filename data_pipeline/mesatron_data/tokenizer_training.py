@@ -4,10 +4,8 @@ The sample is drawn by document and is, like the model, a function of the input,
 version alone. Its size is bounded; what it takes of memory is compared with what is free before anything is read.
 """
 
-import heapq
 import io
 import json
-import random
 import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -15,9 +13,11 @@ from pathlib import Path
 
 import sentencepiece
 
+from mesatron_data.draw import Limits, draw_documents
 from mesatron_data.errors import DataError
 from mesatron_data.files import remove_partial, sha256, write_atomically, writing
-from mesatron_data.records import Counts, check_skipped, check_truncated, list_files, read_documents
+from mesatron_data.progress import Report
+from mesatron_data.records import check_skipped, check_truncated, list_files
 from mesatron_data.tokenizer import INFO_FILE, MODEL_FILE, Tokenizer
 
 # The trainer drops longer lines (its limit is 4192 bytes); ours are cut at a space before that.
@@ -78,20 +78,29 @@ def train_tokenizer(
     max_skipped_fraction: float = 0.01,
     allow_truncated_files: bool = False,
     weights: Mapping[str, float] | None = None,
+    workers: int = 1,
+    progress: Report | None = None,
 ) -> TokenizerInfo:
     """Train on a random sample of `input_folder`/train and write tokenizer.model and training.json to `output_folder`.
 
     The sample has at most `max_sample_bytes` of UTF-8 text. With `weights` each source gives its share of that, less
     where it has less text, and sources without a weight give none; else every document is as likely as any other.
+    `workers` processes read the text, or as many as there is memory for; they change nothing of the result.
     Raises DataError for unusable input, a sample that the free memory cannot hold, weights of sources that the text
     does not have or that are all 0, or a vocabulary that the text cannot fill; DiskFullError when there is no space.
     """
-    output_folder = Path(output_folder)
-    check_memory(max_sample_bytes, free_memory())
-    counts = Counts()
-    sample, sources = _sample(input_folder, counts, random.Random(seed), max_sample_bytes, weights)
+    output_folder, text_folder = Path(output_folder), f"{input_folder}/train"
+    limits = _limits(max_sample_bytes, weights)
+    samples = processes_with_memory(max_sample_bytes, free_memory())
+    drawn = draw_documents(input_folder, limits, _bytes, f"{seed} ", min(workers, samples), progress)
+    counts, sample = drawn.counts, [document.text for document in drawn.documents]
     check_truncated(counts.truncated, allow_truncated_files)
-    check_skipped(counts.documents, counts.skipped, counts.places, max_skipped_fraction, f"{input_folder}/train")
+    check_skipped(counts.documents, counts.skipped, counts.places, max_skipped_fraction, text_folder)
+    _check_sources(weights or {}, drawn.found, text_folder)
+    seen = dict.fromkeys(sorted(drawn.found), 0)
+    for document in drawn.documents:
+        seen[document.source] += _bytes(document.text)
+    sources = {name: SourceSample(drawn.found[name], seen[name]) for name in seen}
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -154,8 +163,11 @@ def free_memory() -> int:
     return free
 
 
-def check_memory(sample_bytes: int, free_bytes: int) -> None:
-    """Raise DataError when training on so much text may take more memory than is free."""
+def processes_with_memory(sample_bytes: int, free_bytes: int) -> int:
+    """Return how many processes may hold a sample while it is drawn: each as much as training on it takes.
+
+    Raises DataError when there is no memory for one.
+    """
     needed = MEMORY_AT_REST + MEMORY_PER_SAMPLE_BYTE * sample_bytes
     if needed > free_bytes:
         fits = max(0, free_bytes - MEMORY_AT_REST) // MEMORY_PER_SAMPLE_BYTE
@@ -163,6 +175,7 @@ def check_memory(sample_bytes: int, free_bytes: int) -> None:
             f"A tokenizer sample of {sample_bytes:,} bytes may take {needed / 1e9:.1f} GB of memory, but "
             f"{free_bytes / 1e9:.1f} GB are free: set tokenizer.sample_bytes to {fits} or less."
         )
+    return free_bytes // needed
 
 
 def lines_of(text: str) -> Iterator[str]:
@@ -187,38 +200,23 @@ def _joins(character: str) -> bool:
     return unicodedata.category(character) in ("Mn", "Mc", "Me", "Cf") or 0x1F3FB <= ord(character) <= 0x1F3FF
 
 
-def _sample(
-    input_folder: str, counts: Counts, draw: random.Random, max_bytes: int, weights: Mapping[str, float] | None
-) -> tuple[list[str], dict[str, SourceSample]]:
-    """Keep the documents with the smallest random keys that fit into each source's share of `max_bytes`, or without
-    weights into all of it, in input order; one document always stays."""
-    total = sum(weights.values()) if weights else 1.0
+def _limits(sample_bytes: int, weights: Mapping[str, float] | None) -> Limits:
+    """Bytes of each source, or without weights of all of them."""
+    if weights is None:
+        return {None: sample_bytes}
+    total = sum(weights.values())
     if total <= 0:
         raise DataError("data.weights asks for nothing: give at least one source a weight above 0.")
-    kept: dict[str, list[tuple[float, int, str, str]]] = {}
-    sizes: dict[str, int] = {}
-    found: dict[str, int] = {}
-    for file in list_files(input_folder, "train"):
-        for document in read_documents(file, counts):
-            size = len(document.text.encode())
-            found[document.source] = found.get(document.source, 0) + size
-            key = draw.random()
-            share = weights.get(document.source, 0.0) / total if weights else 1.0
-            if not share:
-                continue
-            group = document.source if weights else ""
-            heap = kept.setdefault(group, [])
-            heapq.heappush(heap, (-key, counts.documents, document.source, document.text))
-            sizes[group] = sizes.get(group, 0) + size
-            while sizes[group] > share * max_bytes and len(heap) > 1:
-                sizes[group] -= len(heapq.heappop(heap)[3].encode())
-    for source, weight in (weights or {}).items():
+    return {source: sample_bytes * weight / total for source, weight in weights.items() if weight}
+
+
+def _check_sources(weights: Mapping[str, float], found: Mapping[str, int], folder: str) -> None:
+    for source, weight in weights.items():
         if weight and source not in found:
             raise DataError(
-                f"data.weights names the source {source}, but {input_folder}/train has only {', '.join(sorted(found))}."
+                f"data.weights names the source {source}, but {folder} has only {', '.join(sorted(found))}."
             )
-    chosen = sorted((entry for heap in kept.values() for entry in heap), key=lambda entry: entry[1])
-    seen = dict.fromkeys(sorted(found), 0)
-    for _, _, source, text in chosen:
-        seen[source] += len(text.encode())
-    return [text for *_, text in chosen], {name: SourceSample(found[name], seen[name]) for name in seen}
+
+
+def _bytes(text: str) -> int:
+    return len(text.encode())

@@ -5,8 +5,8 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -19,6 +19,8 @@ from mesatron_data.errors import DataError
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
+JOBS_AHEAD = 2
+"""Jobs that are with each process: one it is at, and the next."""
 LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
 """In bytes: the address of a Unix socket has 107, and multiprocessing gives its sockets such names in there."""
 
@@ -26,8 +28,9 @@ LONGEST_TEMPORARY_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
 class Workers:
     """Calls functions in `processes` processes, or in this one where that is 1; made by `open_workers`."""
 
-    def __init__(self, executor: ProcessPoolExecutor | None) -> None:
+    def __init__(self, executor: ProcessPoolExecutor | None, processes: int) -> None:
         self._executor = executor
+        self._under_way = JOBS_AHEAD * processes
 
     def map(
         self, function: Callable[[Job], Result], jobs: Sequence[Job], done: Callable[[Job, Result], None]
@@ -37,21 +40,25 @@ class Workers:
         Raises what `function` raised, and DataError when a process was killed.
         """
         results: dict[int, Result] = {}
-        for number, result in self._finished(function, jobs):
+        for number, result in self.as_completed(function, jobs):
             results[number] = result
             done(jobs[number], result)
         return [results[number] for number in range(len(jobs))]
 
-    def _finished(self, function: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[tuple[int, Result]]:
+    def as_completed(self, function: Callable[[Job], Result], jobs: Iterable[Job]) -> Iterator[tuple[int, Result]]:
+        """Yield number and function(job) of each job as it comes to its end; a job is taken from `jobs` when it is soon
+        begun, and no sooner."""
         if self._executor is None:
             for number, job in enumerate(jobs):
                 yield number, function(job)
             return
-        futures: dict[Future[Result], int] = {
-            self._executor.submit(function, job): number for number, job in enumerate(jobs)
-        }
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+        running: dict[Future[Result], int] = {}
+        for number, job in enumerate(jobs):
+            running[self._executor.submit(function, job)] = number
+            while len(running) >= self._under_way:
+                yield from _take(running)
+        while running:
+            yield from _take(running)
 
 
 def fork_server(*modules: str) -> ForkServerContext:
@@ -70,17 +77,23 @@ def fork_server(*modules: str) -> ForkServerContext:
     return context
 
 
+def _take(running: dict[Future[Result], int]) -> Iterator[tuple[int, Result]]:
+    """Wait for one of the jobs at least."""
+    for future in wait(running, return_when=FIRST_COMPLETED).done:
+        yield running.pop(future), future.result()
+
+
 @contextmanager
 def open_workers(processes: int) -> Iterator[Workers]:
     """Start `processes` processes; when the block fails or this process ends, however it ends, so do they."""
     if processes == 1:
-        yield Workers(None)
+        yield Workers(None, 1)
         return
     context = fork_server("mesatron_data.mosaic")  # imports torch: once instead of in each process
     here, there = context.Pipe(duplex=False)
     executor = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(here, dict(os.environ)))
     try:
-        yield Workers(executor)
+        yield Workers(executor, processes)
         executor.shutdown()
     except BrokenProcessPool as error:
         raise DataError(

@@ -20,7 +20,8 @@ from mesatron_data.errors import DataError, DiskFullError
 from mesatron_data.files import writing
 from mesatron_data.manifest import load_manifest
 from mesatron_data.mds import read_samples
-from mesatron_data.shards import Progress, prepare, tokenize_share
+from mesatron_data.progress import Progress
+from mesatron_data.shards import prepare, tokenize_share
 from mesatron_data.tokenizer import Tokenizer
 from mesatron_data.tokenizer_training import train_tokenizer
 from mesatron_data.verify import VERIFIED_FILE

@@ -13,9 +13,9 @@ from mesatron_data.tokenizer import Tokenizer
 from mesatron_data.tokenizer_training import (
     MEMORY_AT_REST,
     MEMORY_PER_SAMPLE_BYTE,
-    check_memory,
     free_memory,
     lines_of,
+    processes_with_memory,
     train_tokenizer,
 )
 
@@ -81,9 +81,10 @@ def test_lines_are_the_text_and_are_cut_where_nothing_belongs_together() -> None
 
 def test_memory_is_guarded_before_anything_is_read(tmp_path: Path) -> None:
     assert 0 < free_memory() < 1 << 50
-    check_memory(1000, MEMORY_AT_REST + 1000 * MEMORY_PER_SAMPLE_BYTE)
+    needed = MEMORY_AT_REST + 1000 * MEMORY_PER_SAMPLE_BYTE
+    assert [processes_with_memory(1000, free) for free in (needed, 3 * needed - 1)] == [1, 2]
     with pytest.raises(DataError, match=r"may take 1.4 GB .* 0.8 GB are free: set tokenizer.sample_bytes to 50000000 "):
-        check_memory(100_000_000, MEMORY_AT_REST + 50_000_000 * MEMORY_PER_SAMPLE_BYTE)
+        processes_with_memory(100_000_000, MEMORY_AT_REST + 50_000_000 * MEMORY_PER_SAMPLE_BYTE)
     with pytest.raises(DataError, match="may take"):
         train_tokenizer(str(tmp_path / "nowhere"), tmp_path, 300, max_sample_bytes=1 << 60)
 

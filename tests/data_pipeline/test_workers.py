@@ -23,4 +23,4 @@ def test_the_path_of_the_temporary_folder_may_be_too_long_for_sockets(longer: in
         [sys.executable, "-c", SCRIPT], env=os.environ | {"TMPDIR": str(temporary)}, capture_output=True, text=True
     )
     assert done.stdout == f"[1, 2] {temporary}\n", done.stderr
-    assert not list(temporary.iterdir())
+    assert not list(temporary.glob("pymp-*"))

@@ -36,9 +36,9 @@ def weighted_sum(terms: Tensor, log_weights: Tensor) -> Tensor:
     return (terms * weights.view(*weights.shape, *[1] * (terms.ndim - weights.ndim))).sum(0)
 
 
-def weighted_products(v: Tensor, k: Tensor, weights: Tensor, implementation: str) -> Tensor:
+def weighted_products(v: Tensor, k: Tensor, weights: Tensor, implementation: str, squares: bool = False) -> Tensor:
     """Sum over tokens of weights [B, T, h] times v k^T, for v [B, T, h, Dv] and k [B, T, h, D], to [B, h, Dv, D]; in
-    fp32 or float64, under autocast too.
+    fp32 or float64, under autocast too. With `squares` the same sum of k k^T comes first: [B, h, D + Dv, D].
 
     implementation: that of a recurrence. The Triton form is for bf16, and beside fla-core's recurrences too.
     """
@@ -46,7 +46,9 @@ def weighted_products(v: Tensor, k: Tensor, weights: Tensor, implementation: str
     if v.dtype == k.dtype == torch.bfloat16 and takes_triton(form, k):
         from mesatron.model.recurrences.product_kernels import WeightedProducts
 
-        return WeightedProducts.apply(v, k, weights.float())
+        return WeightedProducts.apply(v, k, weights.float(), squares)
     with torch.autocast(k.device.type, enabled=False):
         k, v = at_least_fp32(k), at_least_fp32(v)
-        return torch.einsum("bthi,bthj->bhij", v, k * weights.to(k.dtype).unsqueeze(-1))
+        return torch.einsum(
+            "bthi,bthj->bhij", torch.cat([k, v], -1) if squares else v, k * weights.to(k.dtype).unsqueeze(-1)
+        )

@@ -87,8 +87,8 @@ class Mesa(Recurrence):
     def summarize(self, inputs: MesaInputs) -> tuple[Tensor, ...]:
         """The state [H; G] [B, h, D + Dv, D] after a run from an empty one, and the log decay [B, h] over it."""
         weights = log_decay_after(inputs.log_gamma, 1).exp() * inputs.beta
-        H, G = (weighted_products(x, inputs.k, weights, self.implementation) for x in (inputs.k, inputs.v))
-        return torch.cat([H, G], -2), inputs.log_gamma.double().sum(1).to(H.dtype)
+        states = weighted_products(inputs.v, inputs.k, weights, self.implementation, squares=True)
+        return states, inputs.log_gamma.double().sum(1).to(states.dtype)
 
     def combine(self, summaries: Sequence[Tensor]) -> MesaState:
         states, log_decays = summaries

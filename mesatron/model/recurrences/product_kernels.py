@@ -23,14 +23,21 @@ PROGRAMS = 512  # that fill a GPU
 def products_forward(
     v, k,  # [B, T, heads, E or D] bf16
     weights,  # [B, T, heads] fp32
-    sums,  # [parts, B, heads, E, D] fp32, written
+    sums,  # [parts, B, heads, E or D + E, D] fp32, written
     T, heads, part_length,
-    E: tl.constexpr, D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, L: tl.constexpr,
+    E: tl.constexpr, D: tl.constexpr, SQUARES: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
-    """The sum over one part of the tokens, for a block of rows of one head."""
-    row, part = tl.program_id(0), tl.program_id(2)
+    """The sum over one part of the tokens, for a block of rows of one head: of v k^T, or below those of k k^T."""
+    row, part, block = tl.program_id(0), tl.program_id(2), tl.program_id(1)
     batch, head = (row // heads).to(tl.int64), row % heads
-    rows, columns = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D)
+    factor, width, above = v, E, 0
+    if SQUARES:
+        if block < tl.cdiv(D, BLOCK_E):
+            factor, width = k, D
+        else:
+            block, above = block - tl.cdiv(D, BLOCK_E), D
+    rows, columns = block * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_D)
     end = tl.minimum((part + 1) * part_length, T)
     acc = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
     for begin in range(part * part_length, end, L):
@@ -40,23 +47,25 @@ def products_forward(
         keys = tl.load(
             k + places[:, None] * D + columns[None, :], mask=valid[:, None] & (columns[None, :] < D), other=0.0
         )
-        values = tl.load(v + places[None, :] * E + rows[:, None], mask=valid[None, :] & (rows[:, None] < E), other=0.0)
+        value_mask = valid[None, :] & (rows[:, None] < width)
+        values = tl.load(factor + places[None, :] * width + rows[:, None], mask=value_mask, other=0.0)
         weighted = keys.to(tl.float32) * weight[:, None]
         high = weighted.to(tl.bfloat16)
         acc = tile_product(values, high, acc, "bf16")
         acc = tile_product(values, (weighted - high.to(tl.float32)).to(tl.bfloat16), acc, "bf16")
-    base = (part * tl.num_programs(0) + row).to(tl.int64) * E * D
-    place = rows[:, None] * D + columns[None, :]
-    tl.store(sums + base + place, acc, mask=(rows[:, None] < E) & (columns[None, :] < D))
+    base = (part * tl.num_programs(0) + row).to(tl.int64) * (E + SQUARES * D) * D
+    place = (above + rows[:, None]) * D + columns[None, :]
+    tl.store(sums + base + place, acc, mask=(rows[:, None] < width) & (columns[None, :] < D))
 
 
 @triton.jit
 def products_backward(
     v, k, weights,
-    high, low,  # [B, heads, E, D] bf16: the sums' gradient in two terms
+    high, low,  # [B, heads, E or D + E, D] bf16: the sums' gradient in two terms, that of squares plus its transpose
     dv, dk, dweights,  # written
     T, heads,
-    E: tl.constexpr, D: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, L: tl.constexpr,
+    E: tl.constexpr, D: tl.constexpr, SQUARES: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, L: tl.constexpr,
 ):  # fmt: skip
     """Gradients of some tokens of one head."""
     row = tl.program_id(0)
@@ -67,7 +76,20 @@ def products_backward(
     key_places, key_mask = places[:, None] * D + columns[None, :], valid[:, None] & (columns[None, :] < D)
     keys = tl.load(k + key_places, mask=key_mask, other=0.0)
     gradient = tl.zeros([L, BLOCK_D], tl.float32)  # of the weighted keys
-    base = row.to(tl.int64) * E * D
+    base = row.to(tl.int64) * (E + SQUARES * D) * D
+    twice = tl.zeros([L], tl.float32)
+    if SQUARES:
+        for first in range(0, D, BLOCK_E):
+            rows = first + tl.arange(0, BLOCK_E)
+            value_places, value_mask = places[:, None] * D + rows[None, :], valid[:, None] & (rows[None, :] < D)
+            values = tl.load(k + value_places, mask=value_mask, other=0.0)
+            inside = (rows[:, None] < D) & (columns[None, :] < D)
+            place = base + rows[:, None] * D + columns[None, :]
+            gradient = tile_product(values, tl.load(high + place, mask=inside, other=0.0), gradient, "bf16")
+            gradient = tile_product(values, tl.load(low + place, mask=inside, other=0.0), gradient, "bf16")
+        # The weight of k k^T would get this twice, from the gradient and from its transpose.
+        twice = 0.5 * tl.sum(gradient * keys.to(tl.float32), 1)
+        base += D * D
     for first in range(0, E, BLOCK_E):
         rows = first + tl.arange(0, BLOCK_E)
         value_places, value_mask = places[:, None] * E + rows[None, :], valid[:, None] & (rows[None, :] < E)
@@ -83,46 +105,54 @@ def products_backward(
         of_values = tile_product(keys, tl.load(low + place, mask=inside, other=0.0), of_values, "bf16")
         of_values *= weight[:, None]
         tl.store(dv + value_places, of_values.to(dv.dtype.element_ty), mask=value_mask)
-    tl.store(dweights + places, tl.sum(gradient * keys.to(tl.float32), 1), mask=valid)
+    tl.store(dweights + places, tl.sum(gradient * keys.to(tl.float32), 1) - twice, mask=valid)
     gradient *= weight[:, None]
     tl.store(dk + key_places, gradient.to(dk.dtype.element_ty), mask=key_mask)
 
 
 class WeightedProducts(torch.autograd.Function):
-    """v [B, T, h, E] and k [B, T, h, D], bf16, and weights, fp32 [B, T, h], to the fp32 sums [B, h, E, D]."""
+    """v [B, T, h, E] and k [B, T, h, D], bf16, and weights, fp32 [B, T, h], to the fp32 sums [B, h, E, D] of v k^T, and
+    with `squares` [B, h, D + E, D], those of k k^T first."""
 
     @staticmethod
-    def forward(ctx: Any, v: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+    def forward(ctx: Any, v: Tensor, k: Tensor, weights: Tensor, squares: bool) -> Tensor:
         v, k, weights = v.contiguous(), k.contiguous(), weights.contiguous()
         ctx.save_for_backward(v, k, weights)
+        ctx.squares = squares
         batch, T, heads, D = k.shape
-        E, blocks = v.shape[-1], triton.cdiv(v.shape[-1], FORWARD_ROWS)
+        E = v.shape[-1]
+        blocks = triton.cdiv(E, FORWARD_ROWS) + squares * triton.cdiv(D, FORWARD_ROWS)
         wanted = triton.cdiv(PROGRAMS, batch * heads * blocks)
         part_length = max(SHORTEST_PART, L * triton.cdiv(T, wanted * L))
         parts = triton.cdiv(T, part_length)
-        sums = weights.new_empty(parts, batch, heads, E, D)
+        sums = weights.new_empty(parts, batch, heads, E + squares * D, D)
         products_forward[(batch * heads, blocks, parts)](
-            v, k, weights, sums, T, heads, part_length, **sizes(E, D, products_forward)
+            v, k, weights, sums, T, heads, part_length, **sizes(E, D, squares, products_forward)
         )
-        return sums.sum(0)
+        return sums[0] if parts == 1 else sums.sum(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dsums: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, dsums: Tensor) -> tuple[Tensor | None, ...]:
         v, k, weights = ctx.saved_tensors
         dv, dk, dweights = torch.empty_like(v), torch.empty_like(k), torch.empty_like(weights)
         batch, T, heads, D = k.shape
+        if ctx.squares:
+            of_squares, of_products = dsums.split([D, v.shape[-1]], -2)
+            dsums = torch.cat([of_squares + of_squares.mT, of_products], -2)
         dsums = dsums.contiguous()
         high = dsums.to(k.dtype)
         low = (dsums - high).to(k.dtype)
         products_backward[(batch * heads, triton.cdiv(T, L))](
-            v, k, weights, high, low, dv, dk, dweights, T, heads, **sizes(v.shape[-1], D, products_backward)
-        )
-        return dv, dk, dweights
+            v, k, weights, high, low, dv, dk, dweights, T, heads,
+            **sizes(v.shape[-1], D, ctx.squares, products_backward),
+        )  # fmt: skip
+        return dv, dk, dweights, None
 
 
-def sizes(E: int, D: int, kernel: Any) -> dict[str, int]:
+def sizes(E: int, D: int, squares: bool, kernel: Any) -> dict[str, int]:
     """How a kernel is launched for heads of so many channels."""
     rows, stages = (FORWARD_ROWS, 3) if kernel is products_forward else (BACKWARD_ROWS, 1)
     launch = {"num_warps": 8 if D > 64 else 4, "num_stages": stages}
-    return {"E": E, "D": D, "L": L, "BLOCK_E": rows, "BLOCK_D": max(64, triton.next_power_of_2(D))} | launch
+    heads = {"E": E, "D": D, "SQUARES": int(squares)}
+    return heads | {"L": L, "BLOCK_E": rows, "BLOCK_D": max(64, triton.next_power_of_2(D))} | launch

@@ -49,8 +49,9 @@ CASES = [
     (loss.scores_forward, {"BLOCK": loss.BLOCK}, 8),
     (loss.scores_backward, {"BLOCK": loss.BLOCK}, 8),
     *(
-        (kernel, products.sizes(channels, channels, kernel), 4)
+        (kernel, products.sizes(channels, channels, squares, kernel), 4)
         for channels in (64, 128)
+        for squares in (False, True)
         for kernel in (products.products_forward, products.products_backward)
     ),
 ]

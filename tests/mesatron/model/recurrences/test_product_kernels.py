@@ -12,17 +12,20 @@ GRADIENTS = 3e-3 if DEVICE == "cuda" else 1e-2  # of rounding the results to bf1
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1100], ids="{} tokens".format)
-@pytest.mark.parametrize(("E", "D"), [(128, 128), (64, 64), (129, 48), (18, 18)], ids=str)
-def test_sums_and_gradients(tokens: int, E: int, D: int) -> None:
+@pytest.mark.parametrize(
+    ("E", "D", "squares"),
+    [(128, 128, True), (64, 64, False), (129, 48, False), (129, 48, True), (18, 18, True)], ids=str,
+)  # fmt: skip
+def test_sums_and_gradients(tokens: int, E: int, D: int, squares: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     v, k = (torch.randn(2, tokens, 3, size, generator=generator).to(DEVICE, torch.bfloat16) for size in (E, D))
     weights = torch.rand(2, tokens, 3, generator=generator).to(DEVICE)
     weights[:, ::5] *= 1e-6
-    cotangent = 1e-5 * torch.randn(2, 3, E, D, generator=generator).to(DEVICE)
+    cotangent = 1e-5 * torch.randn(2, 3, E + squares * D, D, generator=generator).to(DEVICE)
 
     def differentiate(implementation: str, *inputs: Tensor) -> list[Tensor]:
         leaves = [x.requires_grad_() for x in inputs]
-        sums = weighted_products(*leaves, implementation)
+        sums = weighted_products(*leaves, implementation, squares)
         # Turned, as a gradient need not lie in memory as its tensor does.
         return [sums, *torch.autograd.grad(sums.mT, leaves, cotangent.to(sums.dtype).mT.contiguous())]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mesatron_kernels import chunkwise, reference
+from mesatron_kernels.documents import documents_of
 from mesatron_kernels.state import MesaOutput, MesaState
 
 
@@ -266,6 +267,6 @@ def _check_state(state: MesaState, shape: tuple[int, int, int, int]) -> None:
 def _check_bounds(cu_seqlens: Tensor, batch: int, length: int) -> None:
     if batch != 1:
         raise ValueError(f"cu_seqlens needs a batch of 1, not {batch}; flatten the batch into one row.")
-    bounds = cu_seqlens.cpu()
+    bounds = documents_of(cu_seqlens).bounds
     if bounds[0] != 0 or bounds[-1] != length or (bounds.diff() < 0).any():
         raise ValueError(f"cu_seqlens must rise from 0 to {length}, the number of tokens, without falling.")

@@ -19,6 +19,7 @@ from torch.library import custom_op, get_ctx
 from torch.nn.functional import pad
 
 from mesatron_kernels import triton_gradients, triton_solve, triton_states
+from mesatron_kernels.documents import documents_of, sent
 from mesatron_kernels.launch import check_inputs, chunk_length, shared_bytes
 from mesatron_kernels.state import MesaOutput, MesaState
 from mesatron_kernels.triton_tiles import INTERPRETED
@@ -293,29 +294,32 @@ def _sequences(k: Tensor, cu_seqlens: Tensor | None) -> int:
 def _layout(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Layout:
     """Cut the rows, or the documents in one row, into chunks."""
     batch, length, L = v.shape[0], v.shape[1], _chunk_length(k, v)
-    bounds = None
-    if cu_seqlens is None:
-        longest = per_sequence = -(-length // L)
-        whole = Layout(None, None, None, length, per_sequence, batch * per_sequence, batch, None)
-    else:
-        bounds = cu_seqlens.to(v.device).long()
-        counts = (bounds.diff() + L - 1) // L
-        owner = torch.repeat_interleave(counts)
-        first_chunk = pad(counts.cumsum(0), (1, 0))
-        begin = bounds[owner] + (torch.arange(len(owner), device=v.device) - first_chunk[owner]) * L
-        chunks = torch.stack([begin, torch.minimum(begin + L, bounds[owner + 1])], 1).int()
-        whole = Layout(chunks, bounds.int(), first_chunk.int(), length, 0, len(chunks), len(counts), None)
-        longest = int(counts.max())
-    piece = _piece_length(whole.chunk_count, longest, k)
+    if cu_seqlens is not None:
+        return documents_of(cu_seqlens).made(
+            (L, k.shape[2], k.device), lambda bounds: _layout_of_documents(bounds, L, k)
+        )
+    per_sequence = -(-length // L)
+    whole = Layout(None, None, None, length, per_sequence, batch * per_sequence, batch, None)
+    piece = _piece_length(whole.chunk_count, per_sequence, k)
     if piece is None:
         return whole
-    known = None
-    if bounds is None:
-        bounds, known = torch.arange(batch + 1, device=v.device) * length, batch * max(1, -(-longest // piece))
-    sequences, first_chunk, first_piece = _pieces(bounds, piece, L, known)
-    return whole._replace(
-        sequences=sequences, first_chunk=first_chunk, scan_count=len(sequences) - 1, first_piece=first_piece
-    )
+    bounds, pieces = torch.arange(batch + 1, device=k.device) * length, batch * -(-per_sequence // piece)
+    return _in_pieces(whole, bounds, piece, L, pieces)
+
+
+def _layout_of_documents(bounds: Tensor, L: int, k: Tensor) -> Layout:
+    """Made on the host, where `bounds` is, for the device of k."""
+    counts = (bounds.diff() + L - 1) // L
+    owner = torch.repeat_interleave(counts)
+    first_chunk = pad(counts.cumsum(0), (1, 0))
+    begin = bounds[owner] + (torch.arange(len(owner)) - first_chunk[owner]) * L
+    chunks = torch.stack([begin, torch.minimum(begin + L, bounds[owner + 1])], 1).int()
+    layout = Layout(chunks, bounds.int(), first_chunk.int(), k.shape[1], 0, len(chunks), len(counts), None)
+    piece = _piece_length(layout.chunk_count, int(counts.max()), k)
+    if piece is not None:
+        layout = _in_pieces(layout, bounds, piece, L, None)
+    tables: dict[str, Any] = {name: sent(x, k.device) for name, x in layout._asdict().items() if isinstance(x, Tensor)}
+    return layout._replace(**tables)
 
 
 def _piece_length(chunks: int, longest: int, k: Tensor) -> int | None:
@@ -328,10 +332,10 @@ def _piece_length(chunks: int, longest: int, k: Tensor) -> int | None:
     return fair if longest > 4 * fair else None
 
 
-def _pieces(bounds: Tensor, piece: int, L: int, number: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Bounds of pieces of up to `piece` chunks, each one's first chunk, and each sequence's first piece, int32.
+def _in_pieces(layout: Layout, bounds: Tensor, piece: int, L: int, number: int | None) -> Layout:
+    """Cut the scan's sequences, with `bounds`, into pieces of up to `piece` chunks, `number` in all.
 
-    number: of all pieces; unless it is known here, the host has to wait for the GPU.
+    None for a number that `bounds` tells; where that is on a GPU, the host has to wait for it.
     """
     counts = (bounds.diff() + L - 1) // L
     pieces = ((counts + piece - 1) // piece).clamp(min=1)  # an empty one keeps its state
@@ -341,7 +345,9 @@ def _pieces(bounds: Tensor, piece: int, L: int, number: int | None) -> tuple[Ten
     first_chunk = pad(counts.cumsum(0), (1, 0))
     sequences = torch.cat([bounds[owner] + ahead * L, bounds[-1:]])
     chunks = torch.cat([first_chunk[owner] + ahead, first_chunk[-1:]])
-    return sequences.int(), chunks.int(), first_piece.int()
+    return layout._replace(
+        sequences=sequences.int(), first_chunk=chunks.int(), scan_count=len(owner), first_piece=first_piece.int()
+    )
 
 
 def _processors(k: Tensor) -> int:

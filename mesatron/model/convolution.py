@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from mesatron_kernels.documents import documents_of, sent
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -56,6 +57,9 @@ class ShortConvolution(nn.Module):
 
 def positions_in_documents(cu_seqlens: Tensor, length: int) -> Tensor:
     """Position [length] of every token inside its document, whose starts are `cu_seqlens` [N+1]."""
-    tokens = torch.arange(length, device=cu_seqlens.device)
-    document = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
-    return tokens - cu_seqlens[document]
+
+    def make(bounds: Tensor) -> Tensor:
+        tokens = torch.arange(length)
+        return sent(tokens - bounds[torch.searchsorted(bounds, tokens, right=True) - 1], cu_seqlens.device)
+
+    return documents_of(cu_seqlens).made(("positions", length), make)

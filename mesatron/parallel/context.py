@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from mesatron_kernels.documents import documents_of, send_documents
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mesatron.config import Config
@@ -52,12 +54,8 @@ class ContextParallel:
         starts = self._starts(cu_seqlens, runs.shape[0])
         started_later = starts.flip(1).cumsum(1).flip(1) - starts.int()
         tail = tail * (started_later[:, -borrowed:] == 0)[..., None]
-        lead = starts.new_zeros(runs.shape[0], borrowed)
-        lead[:, 0] = True
-        opened = torch.cat([lead, starts], 1)
-        bounds = torch.cat([opened.flatten().nonzero().squeeze(1), cu_seqlens.new_tensor([opened.numel()])])
         extended = torch.cat([_FromLeft.apply(tail, self.group), runs], 1)
-        y, after = convolution(extended.view(1, -1, x.shape[-1]), None, bounds)
+        y, after = convolution(extended.view(1, -1, x.shape[-1]), None, self._bounds(cu_seqlens, len(runs), borrowed))
         y = y.reshape(*extended.shape[:2], *y.shape[2:])[:, borrowed:]
         return y.reshape(*x.shape[:2], *y.shape[2:]), after
 
@@ -102,6 +100,17 @@ class ContextParallel:
 
     def _runs(self, x: Tensor) -> Tensor:
         return x.reshape(-1, self.run_length, *x.shape[2:])
+
+    def _bounds(self, cu_seqlens: Tensor, rows: int, borrowed: int) -> Tensor:
+        """Those of the documents in runs with so many borrowed tokens before them, which begin a document too."""
+
+        def make(bounds: Tensor) -> Tensor:
+            starts = F.pad(self._starts(bounds, rows), (borrowed, 0))
+            starts[:, 0] = True
+            bounds = F.pad(starts.flatten().nonzero().squeeze(1), (0, 1), value=starts.numel())
+            return send_documents(bounds, cu_seqlens.device)
+
+        return documents_of(cu_seqlens).made(("with borrowed tokens", rows, borrowed), make)
 
     def _starts(self, cu_seqlens: Tensor, rows: int) -> Tensor:
         """bool [B, T]: tokens that begin a document."""

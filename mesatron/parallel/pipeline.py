@@ -15,6 +15,7 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from mesatron_data.batch import Batch
+from mesatron_kernels.documents import documents_of, send_documents
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -54,10 +55,18 @@ class StageBlock(Block):
 
     def forward(self, carried: Carried) -> Carried:  # type: ignore[override]
         x, cu_seqlens = carried if isinstance(carried, tuple) else (carried, None)
-        # Without the empty documents at the end, for each of which an operator might keep a state.
-        starts = None if cu_seqlens is None else cu_seqlens.unique_consecutive()
+        starts = None if cu_seqlens is None else _unpadded(cu_seqlens)
         x, _ = self.seams.run("block", super().forward, x, None, starts)
         return x if cu_seqlens is None else (x, cu_seqlens)
+
+
+def _unpadded(cu_seqlens: Tensor) -> Tensor:
+    """Without the empty documents at the end, for each of which an operator might keep a state."""
+
+    def make(bounds: Tensor) -> Tensor:
+        return send_documents(bounds.unique_consecutive(), cu_seqlens.device)
+
+    return documents_of(cu_seqlens).made("without padding", make)
 
 
 class StageNorm(RMSNorm):

@@ -26,6 +26,7 @@ import deepspeed
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param
 from mesatron_data.batch import Batch
+from mesatron_kernels.documents import send_documents, sent
 from torch import Tensor, nn
 
 from mesatron.config import Config
@@ -153,15 +154,12 @@ class ZeroEngine:
             return self.engine.module(*self._model_inputs(tokens, targets, cu_seqlens))
 
     def _model_inputs(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> tuple[Tensor | int | None, ...]:
-        documents = self._sent(cu_seqlens) if self.config.data.reset_state_at_documents else None
+        documents = send_documents(cu_seqlens, self.device) if self.config.data.reset_state_at_documents else None
         chunk_tokens = self.config.train.loss_chunk_tokens
         return self._sent(tokens), self._sent(targets), documents, chunk_tokens
 
     def _sent(self, tensor: Tensor) -> Tensor:
-        """A tensor of the host on this process's device, without a wait for the work that is under way there."""
-        # torch keeps the page-locked copy until it has been sent.
-        locked = tensor.pin_memory() if self.device.type == "cuda" else tensor
-        return locked.to(self.device, non_blocking=True)
+        return sent(tensor, self.device)
 
     def blocks(self) -> dict[int, Block]:
         """The blocks that this process computes, by number."""

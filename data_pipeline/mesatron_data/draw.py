@@ -86,7 +86,7 @@ def draw_documents(
     jobs = (_Job(file, seed, size, limits, {name: smallest.bound for name, smallest in kept.items()}) for file in files)
     parts: dict[int, _Part] = {}
     done = documents = 0
-    with open_workers(workers) as pool:
+    with open_workers(workers, __name__) as pool:
         for number, part in pool.as_completed(_read, jobs):
             for name, entries in part.kept.items():
                 for entry in entries:

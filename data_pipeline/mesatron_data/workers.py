@@ -84,12 +84,13 @@ def _take(running: dict[Future[Result], int]) -> Iterator[tuple[int, Result]]:
 
 
 @contextmanager
-def open_workers(processes: int) -> Iterator[Workers]:
-    """Start `processes` processes; when the block fails or this process ends, however it ends, so do they."""
+def open_workers(processes: int, module: str) -> Iterator[Workers]:
+    """Start `processes` processes, with `module` imported once for all of them; when the block fails or this process
+    ends, however it ends, so do they."""
     if processes == 1:
         yield Workers(None, 1)
         return
-    context = fork_server("mesatron_data.mosaic")  # imports torch: once instead of in each process
+    context = fork_server(module)
     here, there = context.Pipe(duplex=False)
     executor = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(here, dict(os.environ)))
     try:

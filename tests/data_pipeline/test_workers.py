@@ -9,7 +9,7 @@ from mesatron_data.workers import LONGEST_TEMPORARY_FOLDER
 SCRIPT = """
 import tempfile
 from mesatron_data.workers import open_workers
-with open_workers(2) as pool:
+with open_workers(2, "mesatron_data.files") as pool:
     print(pool.map(abs, [-1, 2], lambda job, result: None), tempfile.gettempdir())
 """
 

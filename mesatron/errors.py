@@ -4,10 +4,11 @@ A message is one sentence: what is wrong, where, and what to do. The command lin
 """
 
 import sys
+from contextlib import suppress
 
 from mesatron_data.errors import DataError
 from mesatron_data.errors import StorageError as _StorageError
-from mesatron_data.files import storage_failed
+from mesatron_data.files import disk_full, storage_failed
 
 
 class MesatronError(Exception):
@@ -113,10 +114,16 @@ SPEAKER = "mesatron: "
 """What begins each line that a fault or a decision is said in."""
 
 
+def say(what: str) -> None:
+    """Say a decision or a fault on standard error, in one line; where that cannot be written, nobody hears it."""
+    with suppress(OSError):
+        print(f"{SPEAKER}{' '.join(what.split())}", file=sys.stderr, flush=True)
+
+
 def report(error: BaseException) -> None:
-    """Say a fault on standard error, in one line, unless it has been said."""
+    """Say a fault, unless it has been said."""
     if not getattr(error, "already_reported", False):
-        print(f"{SPEAKER}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        say(str(error))
 
 
 def last_report(output: str) -> str | None:
@@ -125,13 +132,29 @@ def last_report(output: str) -> str | None:
     return said[-1].removeprefix(SPEAKER) if said else None
 
 
+def foreseen(error: BaseException) -> MesatronError | None:
+    """The fault to report for an error of the system that a person can mend; None for any other."""
+    if not isinstance(error, OSError):
+        return None
+    if error.filename is not None:
+        return unusable_path(error)
+    if disk_full(error):
+        return DiskFullError(
+            f"No space left for the output or a temporary file ({error.strerror}); free some space and start the same "
+            "command again."
+        )
+    return None
+
+
 def unusable_path(error: OSError) -> MesatronError:
     """The fault to report for a path that the system refuses to use, or whose storage has failed."""
     return refused_path(error, f"Cannot use {error.filename}: {error.strerror}", "check the path and its permissions")
 
 
 def refused_path(error: OSError, what: str, advice: str) -> MesatronError:
-    """The fault to report for an error of the system: a StorageError, or else a ConfigError with `advice`."""
+    """The fault to report for an error of the system: a DiskFullError, StorageError, or a ConfigError with `advice`."""
+    if disk_full(error):
+        return DiskFullError(f"{what}; free some space and start the same command again.")
     if storage_failed(error):
         return StorageError(f"{what}; start the same command again once its storage answers.")
     return ConfigError(f"{what}; {advice}.")

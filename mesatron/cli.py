@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import locale
 import os
 import sys
 import traceback
@@ -116,10 +118,13 @@ def options(
     version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show it.")] = False,
 ) -> None:
     """Train MesaNet language models, from raw text to perplexity."""
+    # In both cases torch would end with words of its own.
     try:
         os.getcwd()
-    except FileNotFoundError:  # torch would end with words of its own
+    except FileNotFoundError:
         raise ConfigError("The current folder has been removed; go to one that is there and start again.") from None
+    if codecs.lookup(locale.getpreferredencoding(False)).name == "ascii":  # Python asks for UTF-8 unless told not to
+        raise ConfigError("Text is ASCII here, in which torch cannot be read; unset PYTHONUTF8, or set LC_ALL=C.UTF-8.")
 
 
 @app.command()

@@ -3,6 +3,8 @@
 A message is one sentence: what is wrong, where, and what to do. The command line prints it without a traceback.
 """
 
+import errno
+import os
 import sys
 from contextlib import suppress
 
@@ -132,16 +134,22 @@ def last_report(output: str) -> str | None:
     return said[-1].removeprefix(SPEAKER) if said else None
 
 
+NO_MORE_THREADS = ("can't start new thread", os.strerror(errno.EAGAIN))
+
+
 def foreseen(error: BaseException) -> MesatronError | None:
     """The fault to report for an error of the system that a person can mend; None for any other."""
-    if not isinstance(error, OSError):
-        return None
-    if error.filename is not None:
+    if isinstance(error, OSError) and error.filename is not None:
         return unusable_path(error)
-    if disk_full(error):
+    if isinstance(error, OSError) and disk_full(error):
         return DiskFullError(
             f"No space left for the output or a temporary file ({error.strerror}); free some space and start the same "
             "command again."
+        )
+    if isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in NO_MORE_THREADS):
+        return ConfigError(
+            f"No more threads or processes may be started here ({error}); raise the limit (ulimit -u, or that of the "
+            "container), or end others."
         )
     return None
 

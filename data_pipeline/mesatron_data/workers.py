@@ -14,7 +14,8 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.util import get_temp_dir
 from typing import TypeVar
 
-from mesatron_data.errors import DataError
+from mesatron_data.errors import DataError, DiskFullError
+from mesatron_data.files import disk_full
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -47,9 +48,10 @@ class Workers:
             for number, job in enumerate(jobs):
                 yield number, function(job)
             return
-        futures: dict[Future[Result], int] = {
-            self._executor.submit(function, job): number for number, job in enumerate(jobs)
-        }
+        with starting():
+            futures: dict[Future[Result], int] = {
+                self._executor.submit(function, job): number for number, job in enumerate(jobs)
+            }
         for future in as_completed(futures):
             yield futures[future], future.result()
 
@@ -71,6 +73,19 @@ def fork_server(*modules: str) -> ForkServerContext:
 
 
 @contextmanager
+def starting() -> Iterator[None]:
+    """Turn what multiprocessing raises when a process cannot be started into a DataError or DiskFullError."""
+    try:
+        yield
+    except (OSError, EOFError) as error:  # the latter when the fork server has failed
+        kind = DiskFullError if disk_full(error) else DataError
+        raise kind(
+            f"Cannot start worker processes ({error}); see that /dev/shm and {tempfile.gettempdir()} have space, and "
+            "that the limits of open files and of processes (ulimit -n, -u) allow for more."
+        ) from error
+
+
+@contextmanager
 def open_workers(processes: int) -> Iterator[Workers]:
     """Start `processes` processes; when the block fails or this process ends, however it ends, so do they."""
     if processes == 1:
@@ -78,7 +93,8 @@ def open_workers(processes: int) -> Iterator[Workers]:
         return
     context = fork_server("mesatron_data.mosaic")  # imports torch: once instead of in each process
     here, there = context.Pipe(duplex=False)
-    executor = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(here, dict(os.environ)))
+    with starting():
+        executor = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(here, dict(os.environ)))
     try:
         yield Workers(executor)
         executor.shutdown()

@@ -125,7 +125,6 @@ def start(patience_seconds: float = 0.0) -> World:
         for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
                 raise ConfigError(f"WORLD_SIZE is {size} but {name} is not set; start the processes with torchrun.")
-        variable("MASTER_PORT", 0)
     elif variable("SLURM_STEP_NUM_TASKS", 1) > 1:
         raise ConfigError(
             f"srun has started {os.environ['SLURM_STEP_NUM_TASKS']} processes that know nothing of each other; let it "
@@ -149,7 +148,7 @@ def start(patience_seconds: float = 0.0) -> World:
         # A process alone needs no port: a store in memory cannot collide with another run on the machine.
         store = dist.HashStore() if size == 1 else _meet(rank, size, patience_seconds)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
-    except dist.DistError as error:
+    except (dist.DistError, ValueError) as error:  # the latter for an address that is none
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(
             f"Process {rank} cannot meet the {size - 1} others at {address} ({' '.join(str(error).split())[:200]}); "

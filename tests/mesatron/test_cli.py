@@ -215,6 +215,16 @@ def test_letters_that_the_locale_lacks() -> None:
     assert subprocess.check_output([sys.executable, "-c", program], env=environment) == b"\xfc\\u201c\n"
 
 
+def test_a_locale_without_letters(places: dict) -> None:
+    """Torch reads sources of its own in the locale's encoding."""
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "mesatron", "train", places["config"], "name=ü"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("mesatron: Text is ASCII here, ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_current_folder_that_has_been_removed(tmp_path: Path, places: dict) -> None:
     """Python and torch would end with words of their own."""
     (tmp_path / "here").mkdir()
@@ -224,6 +234,21 @@ def test_a_current_folder_that_has_been_removed(tmp_path: Path, places: dict) ->
     assert done.returncode == 2
     assert done.stderr.startswith("mesatron: The current folder has been removed; ")
     assert done.stderr.count("\n") == 1
+
+
+def test_no_more_threads() -> None:
+    program = """
+import resource, threading
+from mesatron.errors import foreseen
+resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+threading.stack_size(2**31)
+try:
+    threading.Thread(target=print).start()
+except RuntimeError as error:
+    print(foreseen(error))
+"""
+    said = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert said.startswith("No more threads or processes may be started here (can't start new thread); raise the limit")
 
 
 def flip_a_byte(path: Path) -> None:

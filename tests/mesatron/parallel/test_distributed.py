@@ -27,15 +27,17 @@ def test_a_missing_variable_is_named(missing: str, monkeypatch: pytest.MonkeyPat
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 but WORLD_SIZE 2; unset both"),
         ({"RANK": ""}, "RANK is '', no number; unset it"),
         ({"WORLD_SIZE": "-1"}, "WORLD_SIZE is '-1', no number; unset it"),
+        ({"WORLD_SIZE": "2", "MASTER_PORT": "99999"}, "cannot meet the 1 others at nowhere:99999 .port must"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": ""}, "cannot meet the 1 others at :2 "),
         ({"SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS is 'x', no number; unset it"),
     ],
 )
 def test_what_another_launcher_left_is_named(
     variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    usual = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "nowhere", "MASTER_PORT": "2"}
+    for name, value in (usual | variables).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=expected):
         distributed.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -59,13 +60,16 @@ def _save(trace: profile, file: Path) -> list[dict[str, Any]]:
     They are read back, since torch's own lists of them take ten times as long to make, and so does its compression.
     """
     with tempfile.TemporaryDirectory() as folder:
-        plain = Path(folder, "trace.json")
+        descriptor = os.open(folder, os.O_RDONLY)
+        plain = Path(f"/proc/self/fd/{descriptor}/trace.json")  # in a trace its path stands as it is, with any quotes
         trace.export_chrome_trace(str(plain))
         try:
             text = plain.read_bytes()
             events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
         except (FileNotFoundError, ValueError):  # what writes it does not say why it could not
             raise DiskFullError(f"No space left for a trace in {folder}: free some, or set TMPDIR.") from None
+        finally:
+            os.close(descriptor)
     file.parent.mkdir(exist_ok=True)
     replace_file(file, [gzip.compress(text, compresslevel=1)])
     return events

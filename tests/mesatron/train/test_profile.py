@@ -5,13 +5,15 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from mesatron.train.profile import STEP, shares
+from mesatron.train.profile import STEP, profiled, shares
 
 
 def test_a_step_is_traced_in_every_process(
@@ -66,6 +68,16 @@ def test_a_trace_that_finds_no_space_is_one_error_and_leaves_nothing(tmp_path: P
     )  # fmt: skip
     assert done.stdout.startswith("No space left for a trace in "), done.stderr
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_the_temporary_folder_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary, trace = tmp_path / 'a "b" \\ ü', tmp_path / "profile/trace.json.gz"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with profiled(trace, torch.device("cpu"), lambda: None, lambda: None):
+        torch.ones(2)
+    assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert not list(temporary.iterdir())
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

@@ -26,7 +26,7 @@ def test_the_path_of_the_temporary_folder_may_be_too_long_for_sockets(longer: in
     assert not list(temporary.glob("pymp-*"))
 
 
-def test_workers_that_cannot_be_started() -> None:
+def test_workers_that_cannot_be_started(short_path: Path) -> None:
     program = """
 import resource
 from mesatron_data.workers import open_workers
@@ -34,5 +34,6 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (7, 7))
 with open_workers(2) as pool:
     pool.map(abs, [1, 2], print)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    environment = os.environ | {"TMPDIR": str(short_path)}  # where it cannot remove what it has made
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert "DataError: Cannot start worker processes ([Errno 24] Too many open files" in done.stderr.splitlines()[-1]

@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 quickstart: setup
-	@PATH="$(CURDIR)/$(BIN):$$PATH" sh launchers/quickstart.sh
+	@PATH="$$PWD/$(BIN):$$PATH" sh launchers/quickstart.sh
 
 lint: setup
 	$(BIN)/ruff check .

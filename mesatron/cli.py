@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import locale
 import os
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,10 +22,19 @@ from mesatron.cluster.verbs import launch_app, sbatch_options
 from mesatron.cluster.words import leave_word
 from mesatron.data_verbs import data_app, tokenizer_app
 from mesatron.doctor import doctor_app
-from mesatron.errors import REPORTED, CheckpointError, ConfigError, VariantError, report, unusable_path
+from mesatron.errors import REPORTED, CheckpointError, ConfigError, VariantError, foreseen, report, say
 from mesatron.files import replace_file
 from mesatron.synthetic.verbs import mad
-from mesatron.terminal import ConfigFile, Overrides, Overwrite, RowSeconds, RunFolder, RunOrCheckpoint, table
+from mesatron.terminal import (
+    ConfigFile,
+    Overrides,
+    Overwrite,
+    RowSeconds,
+    RunFolder,
+    RunOrCheckpoint,
+    open_streams,
+    table,
+)
 from mesatron.versions import installed_version
 
 app = typer.Typer(
@@ -48,6 +60,7 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # type: ignore[assi
 
 def main() -> None:
     """Run a verb; a fault becomes one line on standard error and its exit code."""
+    open_streams()
     try:
         sys.exit(app(prog_name="mesatron", standalone_mode=False))
     except UsageError as error:
@@ -60,16 +73,17 @@ def main() -> None:
         if getattr(end, "code", INTERRUPTED) != INTERRUPTED:
             raise
         if os.environ.get("RANK", "0") == "0":
-            print("mesatron: interrupted; a training run goes on from its last checkpoint.", file=sys.stderr)
+            say("interrupted; a training run goes on from its last checkpoint.")
         _leave(INTERRUPTED)
     except BrokenPipeError:  # nobody reads any more, as after `| head`
         os._exit(1)
     except Exception as error:
-        if isinstance(error, OSError) and error.filename is not None:
-            fault = unusable_path(error)
+        fault = foreseen(error)
+        if fault:
             report(fault)
             _leave(fault.exit_code)
-        traceback.print_exc()
+        with suppress(OSError):
+            traceback.print_exc()
         _leave(1)
 
 
@@ -77,7 +91,8 @@ def _report_usage(error: Any) -> None:
     """In one line, unless no verb was given: then the message is the help."""
     message = error.format_message()
     if "\n" in message:
-        typer.echo(message, err=True)
+        with suppress(OSError):
+            typer.echo(message, err=True)
     else:
         verb = error.ctx.command_path if error.ctx else "mesatron"  # the parser of options does not know it
         report(ConfigError(f"{message.rstrip('.')} (see '{verb} --help')."))
@@ -86,8 +101,9 @@ def _report_usage(error: Any) -> None:
 def _leave(code: int) -> None:
     """Exit at once: after a fault, waiting for threads or other processes could hang."""
     leave_word(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # it may be what failed
+            stream.flush()
     os._exit(code)
 
 
@@ -102,6 +118,13 @@ def options(
     version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show it.")] = False,
 ) -> None:
     """Train MesaNet language models, from raw text to perplexity."""
+    # In both cases torch would end with words of its own.
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("The current folder has been removed; go to one that is there and start again.") from None
+    if codecs.lookup(locale.getpreferredencoding(False)).name == "ascii":  # Python asks for UTF-8 unless told not to
+        raise ConfigError("Text is ASCII here, in which torch cannot be read; unset PYTHONUTF8, or set LC_ALL=C.UTF-8.")
 
 
 @app.command()

@@ -3,11 +3,14 @@
 A message is one sentence: what is wrong, where, and what to do. The command line prints it without a traceback.
 """
 
+import errno
+import os
 import sys
+from contextlib import suppress
 
 from mesatron_data.errors import DataError
 from mesatron_data.errors import StorageError as _StorageError
-from mesatron_data.files import storage_failed
+from mesatron_data.files import disk_full, storage_failed
 
 
 class MesatronError(Exception):
@@ -113,10 +116,16 @@ SPEAKER = "mesatron: "
 """What begins each line that a fault or a decision is said in."""
 
 
+def say(what: str) -> None:
+    """Say a decision or a fault on standard error, in one line; where that cannot be written, nobody hears it."""
+    with suppress(OSError):
+        print(f"{SPEAKER}{' '.join(what.split())}", file=sys.stderr, flush=True)
+
+
 def report(error: BaseException) -> None:
-    """Say a fault on standard error, in one line, unless it has been said."""
+    """Say a fault, unless it has been said."""
     if not getattr(error, "already_reported", False):
-        print(f"{SPEAKER}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        say(str(error))
 
 
 def last_report(output: str) -> str | None:
@@ -125,13 +134,35 @@ def last_report(output: str) -> str | None:
     return said[-1].removeprefix(SPEAKER) if said else None
 
 
+NO_MORE_THREADS = ("can't start new thread", os.strerror(errno.EAGAIN))
+
+
+def foreseen(error: BaseException) -> MesatronError | None:
+    """The fault to report for an error of the system that a person can mend; None for any other."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return unusable_path(error)
+    if isinstance(error, OSError) and disk_full(error):
+        return DiskFullError(
+            f"No space left for the output or a temporary file ({error.strerror}); free some space and start the same "
+            "command again."
+        )
+    if isinstance(error, RuntimeError | OSError) and any(words in str(error) for words in NO_MORE_THREADS):
+        return ConfigError(
+            f"No more threads or processes may be started here ({error}); raise the limit (ulimit -u, or that of the "
+            "container), or end others."
+        )
+    return None
+
+
 def unusable_path(error: OSError) -> MesatronError:
     """The fault to report for a path that the system refuses to use, or whose storage has failed."""
     return refused_path(error, f"Cannot use {error.filename}: {error.strerror}", "check the path and its permissions")
 
 
 def refused_path(error: OSError, what: str, advice: str) -> MesatronError:
-    """The fault to report for an error of the system: a StorageError, or else a ConfigError with `advice`."""
+    """The fault to report for an error of the system: a DiskFullError, StorageError, or a ConfigError with `advice`."""
+    if disk_full(error):
+        return DiskFullError(f"{what}; free some space and start the same command again.")
     if storage_failed(error):
         return StorageError(f"{what}; start the same command again once its storage answers.")
     return ConfigError(f"{what}; {advice}.")

@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from mesatron.errors import PeerLostError
+from mesatron.errors import PeerLostError, say
 from mesatron.parallel.distributed import LAUNCHER_PID
 
 AGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -56,11 +56,7 @@ def exit_code(launch: Callable[[], object]) -> int:
         rank, cause = min(error.failures.items(), key=lambda item: _is_consequence(item[1]))
         if cause.exitcode < 0:
             name = signal.Signals(-cause.exitcode).name
-            print(
-                f"mesatron: process {rank} was ended by {name}; started again, the run goes on from its last "
-                "checkpoint.",
-                file=sys.stderr,
-            )
+            say(f"process {rank} was ended by {name}; started again, the run goes on from its last checkpoint.")
             return SIGNAL_BASE - cause.exitcode
         return cause.exitcode
     except SignalException as interrupt:  # passed on to the workers, of which the first one has reported it

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +25,20 @@ Workers = Annotated[
 ]  # fmt: skip
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
 RunOrCheckpoint = Annotated[Path, typer.Argument(metavar="PATH", help="Run folder or checkpoint folder.")]
+
+
+def open_streams() -> None:
+    """Have the three standard streams open, the closed ones on nothing, and able to show any text.
+
+    The next file that is opened would have the number of a closed one, and be given what libraries print.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of the numbers they take
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack letters; standard error does so already
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> None:

@@ -14,7 +14,8 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.util import get_temp_dir
 from typing import TypeVar
 
-from mesatron_data.errors import DataError
+from mesatron_data.errors import DataError, DiskFullError
+from mesatron_data.files import disk_full
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -54,7 +55,8 @@ class Workers:
             return
         running: dict[Future[Result], int] = {}
         for number, job in enumerate(jobs):
-            running[self._executor.submit(function, job)] = number
+            with starting():
+                running[self._executor.submit(function, job)] = number
             while len(running) >= self._under_way:
                 yield from _take(running)
         while running:
@@ -84,6 +86,19 @@ def _take(running: dict[Future[Result], int]) -> Iterator[tuple[int, Result]]:
 
 
 @contextmanager
+def starting() -> Iterator[None]:
+    """Turn what multiprocessing raises when a process cannot be started into a DataError or DiskFullError."""
+    try:
+        yield
+    except (OSError, EOFError) as error:  # the latter when the fork server has failed
+        kind = DiskFullError if disk_full(error) else DataError
+        raise kind(
+            f"Cannot start worker processes ({error}); see that /dev/shm and {tempfile.gettempdir()} have space, and "
+            "that the limits of open files and of processes (ulimit -n, -u) allow for more."
+        ) from error
+
+
+@contextmanager
 def open_workers(processes: int, module: str) -> Iterator[Workers]:
     """Start `processes` processes, with `module` imported once for all of them; when the block fails or this process
     ends, however it ends, so do they."""
@@ -92,14 +107,15 @@ def open_workers(processes: int, module: str) -> Iterator[Workers]:
         return
     context = fork_server(module)
     here, there = context.Pipe(duplex=False)
-    executor = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(here, dict(os.environ)))
+    with starting():
+        executor = ProcessPoolExecutor(processes, context, initializer=_begin, initargs=(here, dict(os.environ)))
     try:
         yield Workers(executor, processes)
         executor.shutdown()
     except BrokenProcessPool as error:
         raise DataError(
-            "A worker process was killed, most likely for lack of memory: start again, with fewer workers, and it goes "
-            "on from there."
+            "A worker process was killed, most likely for lack of memory: start the same command again with fewer "
+            "workers."
         ) from error
     finally:
         there.close()

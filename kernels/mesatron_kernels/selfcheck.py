@@ -281,7 +281,8 @@ def _with_index(device: torch.device) -> torch.device:
 
 def _record(dtype: torch.dtype, head_size: int, device: torch.device) -> Path:
     """The file that says what came of a pair."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    home = os.path.expanduser("~")  # itself for a user without one, as in a container: then nothing can be kept
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or (os.devnull if home == "~" else f"{home}/.cache"))
     key = hashlib.sha256(json.dumps(machine(device), sort_keys=True).encode()).hexdigest()[:16]
     return cache / "mesatron" / f"mesa-{dtype_name(dtype)}-{head_size}-{key}.json"
 

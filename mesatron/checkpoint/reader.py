@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from mesatron.checkpoint import format as fmt
 from mesatron.checkpoint.tensors import DTYPES, tensor_bytes
 from mesatron.checkpoint.verify import find_latest
-from mesatron.errors import CheckpointError
+from mesatron.errors import CheckpointError, say
 from mesatron.files import naming
 
 
@@ -141,5 +140,5 @@ def open_checkpoint(path: Path) -> CheckpointReader:
         found = f" ({skipped[0].path.name}: {skipped[0].reason})" if skipped else ""
         raise CheckpointError(f"{path} holds no complete checkpoint{found}; train first or choose another run.")
     for info in skipped:
-        print(f"mesatron: passing over {info.path}: {info.reason.rstrip('.')}.", file=sys.stderr)
+        say(f"passing over {info.path}: {info.reason.rstrip('.')}.")
     return CheckpointReader(latest.path)

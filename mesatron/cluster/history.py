@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from mesatron.checkpoint.format import STEP_FOLDER
+from mesatron.errors import say
 from mesatron.monitor.attempts import append_record, read_attempts
 from mesatron.monitor.metrics import read_metrics
 
@@ -48,7 +48,7 @@ class History:
 
     def decide(self, what: str, **details: str | int) -> None:
         """Add the line of an automatic decision, and say it on standard error, for a script may read the output."""
-        print(f"mesatron: {what}.", file=sys.stderr, flush=True)
+        say(f"{what}.")
         record = {
             "event": "decision", "attempt": self.newest_attempt or None, "time": time.time(), "step": self.saved_step,
             "what": what,

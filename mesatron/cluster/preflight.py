@@ -32,6 +32,7 @@ from mesatron.errors import REPORTED, ConfigError, MesatronError, PeerLostError,
 from mesatron.files import replace_file
 from mesatron.kernel_choice import choose_kernels
 from mesatron.parallel import distributed
+from mesatron.parallel.distributed import place, variable
 from mesatron.versions import installed_version
 
 LEAST_SHARED_MEMORY = 64 << 20  # bytes; what the collectives of a node need at most
@@ -65,7 +66,7 @@ class Findings:
 def examine(config: Config) -> Findings:
     """This process's node, without any other."""
     found = Findings(node_name())
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local_rank, local_size = variable("LOCAL_RANK", 0), variable("LOCAL_WORLD_SIZE", 1)
 
     def attempt(check: Callable[[], None], is_shared: bool) -> None:
         try:
@@ -159,11 +160,10 @@ def run(config: Config, seconds: float) -> str:
     """
     config.run_folder.mkdir(parents=True, exist_ok=True)
     own = examine(config)
-    size = int(os.environ.get("WORLD_SIZE", 1))
+    rank, size = place()
     timeout = datetime.timedelta(seconds=seconds)
     store = dist.HashStore() if size == 1 else None
     try:
-        rank = int(os.environ.get("RANK", 0))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
         findings = _gather(own)
         seen = _gather_shared(config.run_folder / LAUNCH_FOLDER)
@@ -232,7 +232,7 @@ def _try_reduce(backend: str, timeout: datetime.timedelta) -> str:
     rank, size, amount = dist.get_rank(), dist.get_world_size(), REDUCED_BYTES[backend]
     device = torch.device("cpu")
     if backend == "nccl":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", variable("LOCAL_RANK", 0))
         torch.cuda.set_device(device)
     group = dist.new_group(backend=backend, timeout=timeout)
     values, seconds, wrong = torch.empty(amount // 4, device=device), [], 0

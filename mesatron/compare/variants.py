@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from mesatron.config import Config, accumulation_steps, changed_keys, data_parallel_size, load_config
+from mesatron.config import Config, accumulation_steps, as_override, changed_keys, data_parallel_size, load_config
 from mesatron.config.load import first_error, read_mapping
 from mesatron.config.schema import PositiveInt, Section
 from mesatron.errors import ConfigError
@@ -119,7 +118,7 @@ def _variant(file: Path, base: Path, found: ComparisonFile, name: str, overrides
             )
     set_here = own | {"name": name, "runs_folder": str(found.output / "runs")}
     try:
-        given = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in set_here.items()]
+        given = [as_override(key, value) for key, value in set_here.items()]
     except TypeError:
         raise ConfigError(f"{file}: a value of variant '{name}' is a date; put quotes around it.") from None
     arguments = [*overrides, *given]

@@ -1,7 +1,7 @@
 """One YAML file describes one run: `schema` and `mixers` name every key, `load` reads, `checks` relates the fields."""
 
 from mesatron.config.checks import accumulation_steps, check_prepared, data_parallel_size
-from mesatron.config.load import changed_keys, dump_config, load_config, load_stored_config
+from mesatron.config.load import as_override, changed_keys, dump_config, load_config, load_stored_config
 from mesatron.config.mixers import AttentionConfig, MesaConfig, MesaRLSConfig
 from mesatron.config.schema import Config, ModelConfig
 
@@ -12,6 +12,7 @@ __all__ = [
     "MesaRLSConfig",
     "ModelConfig",
     "accumulation_steps",
+    "as_override",
     "changed_keys",
     "check_prepared",
     "data_parallel_size",

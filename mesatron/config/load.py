@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -60,6 +61,11 @@ def _resolve(path: Path, overrides: Iterable[str]) -> Config:
 def dump_config(config: Config) -> str:
     """The resolved config as YAML that `load_config` reads back to an equal one."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def as_override(key: str, value: Any) -> str:
+    """What sets `key` to a value of YAML, of whatever letters it is. Raises TypeError for dates."""
+    return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
 def changed_keys(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
@@ -131,8 +137,15 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         raise ConfigError(f"Override '{override}' is not of the form section.key=value, such as train.peak_lr=3e-3.")
     try:
         value = yaml.load(text, _UniqueKeyLoader)
+    except yaml.reader.ReaderError:
+        raise ConfigError(
+            f"Override '{override}': the value has bytes that are no text; leave them out, or set a locale that has "
+            "them, such as LC_ALL=C.UTF-8."
+        ) from None
     except (yaml.YAMLError, ValueError):
         raise ConfigError(f"Override '{override}': the value is not valid YAML; put quotes around it.") from None
+    if text.count("#") != str(value).count("#"):
+        raise ConfigError(f"Override '{override}': a comment begins at ' #'; put quotes around the value.")
     section = values
     *parents, last = key.split(".")
     for parent in parents:

@@ -3,14 +3,15 @@
 import os
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
+from mesatron.errors import say
 from mesatron.metrics import perplexity
 
 
@@ -37,18 +38,24 @@ def plain_line(reading: Reading, steps: int, eta_seconds: float) -> str:
 
 class Log(Console):
     """Standard output, cut by no terminal's width and coloured by nothing in a file. A run outlives its readers: when
-    a pipe has none left, that is said once on standard error."""
+    a pipe has none left, a terminal has gone or a disk is full, that is said once on standard error."""
 
     def __init__(self) -> None:
         super().__init__(soft_wrap=True, highlight=False)
 
+    def __exit__(self, *error: Any) -> None:
+        """Write what has been printed; once that fails, write nowhere from then on."""
+        try:
+            super().__exit__(*error)
+        except OSError as fault:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+            say(f"the output cannot be written any more ({fault.strerror}); the run goes on.")
+
     def on_broken_pipe(self) -> None:
-        """Write nowhere from now on, instead of ending the process, which is what the base class does."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
-        with suppress(OSError):
-            print("mesatron: nobody reads the output any more; the run goes on.", file=sys.stderr, flush=True)
+        """Leave it to `__exit__`, instead of ending the process, which is what the base class does."""
+        raise
 
 
 class Progress:

@@ -116,23 +116,23 @@ def start(patience_seconds: float = 0.0) -> World:
     """Join the processes that torchrun started, or be the only one; returns this process's place.
 
     gloo on CPUs; on GPUs NCCL for device tensors and gloo for host ones, for one process too. Raises ConfigError when
-    the launcher's variables are incomplete: a guessed LOCAL_WORLD_SIZE would put all ranks of a node on one GPU; and
-    HungError when a process has not come within `patience_seconds` (0: COLLECTIVE_TIMEOUT).
+    the launcher's variables are wrong or incomplete: a guessed LOCAL_WORLD_SIZE would put all ranks of a node
+    on one GPU; and HungError when a process has not come within `patience_seconds` (0: COLLECTIVE_TIMEOUT).
     """
     patience_seconds = patience_seconds or COLLECTIVE_TIMEOUT.total_seconds()
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, size = place()
     if size > 1:
         for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
                 raise ConfigError(f"WORLD_SIZE is {size} but {name} is not set; start the processes with torchrun.")
-    elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    elif variable("SLURM_STEP_NUM_TASKS", 1) > 1:
         raise ConfigError(
             f"srun has started {os.environ['SLURM_STEP_NUM_TASKS']} processes that know nothing of each other; let it "
             "start one torchrun on each node, as launchers/slurm/train.sbatch does."
         )
     else:  # DeepSpeed reads these itself
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    local_rank = int(os.environ["LOCAL_RANK"])
+    local_rank = variable("LOCAL_RANK", 0)
     _end_with_launcher()
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")  # so many collectives are remembered for the watchdog
     if torch.cuda.is_available():
@@ -148,13 +148,35 @@ def start(patience_seconds: float = 0.0) -> World:
         # A process alone needs no port: a store in memory cannot collide with another run on the machine.
         store = dist.HashStore() if size == 1 else _meet(rank, size, patience_seconds)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
-    except dist.DistError as error:
+    except (dist.DistError, ValueError) as error:  # the latter for an address that is none
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise ConfigError(
             f"Process {rank} cannot meet the {size - 1} others at {address} ({' '.join(str(error).split())[:200]}); "
             "check that all nodes reach that address."
         ) from None
     return World(rank, size, device, store)
+
+
+def variable(name: str, default: int) -> int:
+    """The number that a launcher has put into an environment variable; `default` where there is none.
+
+    Raises ConfigError when it is none.
+    """
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal():
+        raise ConfigError(f"{name} is {value!r}, no number; unset it, or start the processes with torchrun.")
+    return int(value)
+
+
+def place() -> tuple[int, int]:
+    """This process's rank and the number of processes, as a launcher has put them into the environment.
+
+    Raises ConfigError for what no launcher puts there.
+    """
+    rank, size = variable("RANK", 0), variable("WORLD_SIZE", 1)
+    if rank >= size:
+        raise ConfigError(f"RANK is {rank} but WORLD_SIZE {size}; unset both, or start the processes with torchrun.")
+    return rank, size
 
 
 def node_key(rank: int) -> str:

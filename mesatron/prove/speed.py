@@ -12,7 +12,7 @@ from typing import Any
 
 from mesatron_data.synthetic import write_shards
 
-from mesatron.config import accumulation_steps, data_parallel_size, load_config
+from mesatron.config import accumulation_steps, as_override, data_parallel_size, load_config
 from mesatron.errors import ConfigError
 from mesatron.monitor.metrics import read_metrics
 from mesatron.prove.layouts import Case
@@ -74,10 +74,10 @@ def measure(
     never = 10**6 * last
     own = [
         "name=speed",
-        f"runs_folder={folder}/runs",
-        f"tokenizer.path={folder}/none",
-        f"data.input_folder={folder}/none",
-        f"data.folder={folder}/shards",
+        as_override("runs_folder", f"{folder}/runs"),
+        as_override("tokenizer.path", f"{folder}/none"),
+        as_override("data.input_folder", f"{folder}/none"),
+        as_override("data.folder", f"{folder}/shards"),
         "data.weights=null",
         "data.num_canonical_nodes=1",
         f"train.steps={never}",
@@ -123,7 +123,8 @@ def _trained(
     def enough() -> bool:
         return any(line["step"] == last and "train/loss" in line for line in read_metrics(metrics))
 
-    run_world(context, processes, ["train", str(file), *settings, f"runs_folder={runs}"], folder, seconds, enough)
+    arguments = ["train", str(file), *settings, as_override("runs_folder", str(runs))]
+    run_world(context, processes, arguments, folder, seconds, enough)
     points: dict[str, list[float]] = {}
     for line in read_metrics(metrics):
         if WARM_UP_STEPS < line["step"] <= last:  # it may have gone on before it was killed

@@ -61,8 +61,9 @@ def run_world(
     for rank in range(size):
         own = variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         processes.append(context.Process(target=_work, args=(own, arguments, folder / f"rank-{rank}.log"), daemon=True))
-    for process in processes:
-        process.start()
+    with workers.starting():
+        for process in processes:
+            process.start()
     try:
         running, deadline = set(range(size)), time.monotonic() + seconds
         while running and not enough():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mesatron.config import Config
-from mesatron.errors import REPORTED, MemoryExhaustedError, PeerLostError, StoppedEarly, unusable_path
+from mesatron.errors import REPORTED, MemoryExhaustedError, PeerLostError, StoppedEarly, foreseen
 from mesatron.parallel import distributed
 from mesatron.parallel.distributed import World
 
@@ -30,6 +30,4 @@ def as_reported(error: BaseException, config: Config, world: World) -> BaseExcep
             f"{config.evaluate.micro_batch_size} in validation) do not fit into the memory of {world.device}; lower "
             "train.micro_batch_size or evaluate.micro_batch_size, or raise parallel.zero_stage."
         )
-    if isinstance(error, OSError) and error.filename is not None:
-        return unusable_path(error)
-    return error
+    return foreseen(error) or error

@@ -178,6 +178,14 @@ def test_nothing_depends_on_a_cache_that_can_be_written(cache: Path, outcome: li
     assert cache.read_text().startswith("a file")
 
 
+def test_nothing_depends_on_a_home(cache: Path, outcome: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run as a user that it does not know."""
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    assert module.check_pair(torch.bfloat16, 128, GPU) == GOOD
+
+
 def test_processes_that_write_at_once_leave_one_whole_record(cache: Path) -> None:
     path = cache / "record.json"
     module._write(path, GOOD)

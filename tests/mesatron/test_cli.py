@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -188,6 +189,66 @@ def test_a_reader_that_leaves_gets_no_traceback(places: dict) -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "expected"),
+    [
+        ("config check {nowhere} <&- >&-", 2, "Cannot read the config {nowhere}: No such file or directory"),
+        ("config check {nowhere} 2>&-", 2, ""),
+        ("config check {nowhere} 2>/dev/full", 2, ""),
+        ("config check {config} >&- 2>&-", 0, ""),
+        ("config check {config} >/dev/full", 7, "No space left for the output or a temporary file"),
+    ],
+)
+def test_closed_and_full_outputs(places: dict, command: str, code: int, expected: str) -> None:
+    shell = f"{shlex.quote(sys.executable)} -m mesatron {command.format(**places)}"
+    done = subprocess.run(["sh", "-c", shell], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith(f"mesatron: {expected.format(**places)}" if expected else "")
+    assert done.stderr.count("\n") == bool(expected)
+
+
+def test_letters_that_the_locale_lacks() -> None:
+    program = "import sys; from mesatron.terminal import open_streams; open_streams(); print('ü“')"
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1"}
+    assert subprocess.check_output([sys.executable, "-c", program], env=environment) == b"\xfc\\u201c\n"
+
+
+def test_a_locale_without_letters(places: dict) -> None:
+    """Torch reads sources of its own in the locale's encoding."""
+    environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "mesatron", "train", places["config"], "name=ü"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("mesatron: Text is ASCII here, ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_current_folder_that_has_been_removed(tmp_path: Path, places: dict) -> None:
+    """Python and torch would end with words of their own."""
+    (tmp_path / "here").mkdir()
+    shell = f"cd here && rmdir ../here && {shlex.quote(sys.executable)} -m mesatron train {places['config']}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-c", shell], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("mesatron: The current folder has been removed; ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_no_more_threads() -> None:
+    program = """
+import resource, threading
+from mesatron.errors import foreseen
+resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+threading.stack_size(2**31)
+try:
+    threading.Thread(target=print).start()
+except RuntimeError as error:
+    print(foreseen(error))
+"""
+    said = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert said.startswith("No more threads or processes may be started here (can't start new thread); raise the limit")
 
 
 def flip_a_byte(path: Path) -> None:

@@ -187,6 +187,7 @@ def test_a_file_that_cannot_be_read_is_no_fault_of_the_checkpoint(tmp_path, save
         assert str(fault).startswith(f"Cannot use {caught.value.filename}: Input/output error; start the same command")
     for number in (errno.ENOENT, errno.EACCES, errno.EROFS):
         assert isinstance(unusable_path(OSError(number, os.strerror(number), "x")), ConfigError)
+    assert isinstance(unusable_path(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")), DiskFullError)
 
 
 def test_a_verifying_checkpoint_is_never_replaced(tmp_path, save):

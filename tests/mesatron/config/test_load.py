@@ -216,6 +216,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("=3", "Override '=3' is not of the form section.key=value"),
         ("train.peak_lr.x=3", "'peak_lr' is a value, not a section"),
         ("train.peak_lr={a", "not valid YAML"),
+        ("data.folder=shards #2", "a comment begins at ' #'; put quotes around the value"),
+        ("data.folder=gr\udcf6n", "the value has bytes that are no text; leave them out, or set a locale"),
         ("train={steps: 1, steps: 2}", "not valid YAML"),
         ("train.peak_lrr=1", "did you mean 'train.peak_lr'?"),
         ("train.={}", "unknown key 'train.'"),

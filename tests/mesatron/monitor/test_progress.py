@@ -3,6 +3,8 @@
 import io
 import math
 import re
+import subprocess
+import sys
 
 from rich.console import Console
 
@@ -53,3 +55,11 @@ def test_a_terminal_shows_the_same_fields_in_a_bar():
     assert FIELDS in text
     assert "saved step 120" in text
     assert "eta 0:" in text
+
+
+def test_a_full_disk_is_said_once_and_ends_nothing():
+    program = "from mesatron.monitor.progress import Log; log = Log(); log.print('a'); log.print('b')"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
+    expected = "mesatron: the output cannot be written any more (No space left on device); the run goes on.\n"
+    assert (done.returncode, done.stderr) == (0, expected)

@@ -12,10 +12,34 @@ from mesatron.parallel import distributed
 @pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_missing_variable_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Left to itself, a process without LOCAL_WORLD_SIZE would share one GPU with its whole node."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("RANK", "1")
     monkeypatch.delenv(missing)
     with pytest.raises(ConfigError, match=f"WORLD_SIZE is 2 but {missing} is not set"):
+        distributed.start()
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"RANK": "3"}, "RANK is 3 but WORLD_SIZE 1; unset both"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 but WORLD_SIZE 2; unset both"),
+        ({"RANK": ""}, "RANK is '', no number; unset it"),
+        ({"WORLD_SIZE": "-1"}, "WORLD_SIZE is '-1', no number; unset it"),
+        ({"WORLD_SIZE": "2", "MASTER_PORT": "99999"}, "cannot meet the 1 others at nowhere:99999 .port must"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": ""}, "cannot meet the 1 others at :2 "),
+        ({"SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS is 'x', no number; unset it"),
+    ],
+)
+def test_what_another_launcher_left_is_named(
+    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    usual = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "nowhere", "MASTER_PORT": "2"}
+    for name, value in (usual | variables).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=expected):
         distributed.start()
 
 

@@ -26,7 +26,7 @@ VALUES = {
 
 
 def test_layouts_are_measured_or_say_why_not(tmp_path: Path, fork_server: ForkServerContext) -> None:
-    file, folder = tmp_path / "config.yaml", tmp_path / "new"
+    file, folder = tmp_path / "config.yaml", tmp_path / "a #1: {ü}, 'new'"
     file.write_text(yaml.safe_dump(VALUES))
     cases = [Case(tensor=2, sequence_parallel=True), Case(pipeline=2)]
     rows = list(measure(fork_server, folder, file, ["train.seed=7"], cases, [2, 3], steps=2, seconds=120))

@@ -20,7 +20,7 @@ def test_a_reader_that_leaves(tmp_path: Path, odd_config: Callable, short_data: 
         process.stdout.close()
         errors = process.stderr.read()
         assert process.wait(120) == 0, errors
-    assert errors == "mesatron: nobody reads the output any more; the run goes on.\n"
+    assert errors == "mesatron: the output cannot be written any more (Broken pipe); the run goes on.\n"
     assert len(run_of(config).curve("train/loss")) == 40
     assert run_of(config).attempts()[-1]["exit_code"] == 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import locale
+import multiprocessing.util
 import os
 import sys
 import traceback
@@ -104,6 +105,7 @@ def _leave(code: int) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # it may be what failed
             stream.flush()
+    multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # which remove its temporary folder
     os._exit(code)
 
 

@@ -251,6 +251,16 @@ except RuntimeError as error:
     assert said.startswith("No more threads or processes may be started here (can't start new thread); raise the limit")
 
 
+def test_a_fault_leaves_no_temporary_folder(places: dict, short_path: Path, tmp_path: Path) -> None:
+    arguments = [str(places["config"]), f"tokenizer.path={tmp_path}", "model.vocabulary_size=20", "--workers=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mesatron", "tokenizer", "train", *arguments], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"TMPDIR": str(short_path)},
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert not list(short_path.glob("pymp-*"))
+
+
 def flip_a_byte(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-10] ^= 1

@@ -59,6 +59,13 @@ def products_forward(
 
 
 @triton.jit
+def both_terms(a, high, low, place, inside, acc):
+    """acc + a @ (high + low) at these places."""
+    acc = tile_product(a, tl.load(high + place, mask=inside, other=0.0), acc, "bf16")
+    return tile_product(a, tl.load(low + place, mask=inside, other=0.0), acc, "bf16")
+
+
+@triton.jit
 def products_backward(
     v, k, weights,
     high, low,  # [B, heads, E or D + E, D] bf16: the sums' gradient in two terms, that of squares plus its transpose
@@ -85,8 +92,7 @@ def products_backward(
             values = tl.load(k + value_places, mask=value_mask, other=0.0)
             inside = (rows[:, None] < D) & (columns[None, :] < D)
             place = base + rows[:, None] * D + columns[None, :]
-            gradient = tile_product(values, tl.load(high + place, mask=inside, other=0.0), gradient, "bf16")
-            gradient = tile_product(values, tl.load(low + place, mask=inside, other=0.0), gradient, "bf16")
+            gradient = both_terms(values, high, low, place, inside, gradient)
         # The weight of k k^T would get this twice, from the gradient and from its transpose.
         twice = 0.5 * tl.sum(gradient * keys.to(tl.float32), 1)
         base += D * D
@@ -96,13 +102,11 @@ def products_backward(
         values = tl.load(v + value_places, mask=value_mask, other=0.0)
         inside = (rows[:, None] < E) & (columns[None, :] < D)
         place = base + rows[:, None] * D + columns[None, :]
-        gradient = tile_product(values, tl.load(high + place, mask=inside, other=0.0), gradient, "bf16")
-        gradient = tile_product(values, tl.load(low + place, mask=inside, other=0.0), gradient, "bf16")
+        gradient = both_terms(values, high, low, place, inside, gradient)
         inside = (rows[None, :] < E) & (columns[:, None] < D)
         place = base + rows[None, :] * D + columns[:, None]
         of_values = tl.zeros([L, BLOCK_E], tl.float32)
-        of_values = tile_product(keys, tl.load(high + place, mask=inside, other=0.0), of_values, "bf16")
-        of_values = tile_product(keys, tl.load(low + place, mask=inside, other=0.0), of_values, "bf16")
+        of_values = both_terms(keys, high, low, place, inside, of_values)
         of_values *= weight[:, None]
         tl.store(dv + value_places, of_values.to(dv.dtype.element_ty), mask=value_mask)
     tl.store(dweights + places, tl.sum(gradient * keys.to(tl.float32), 1) - twice, mask=valid)

@@ -13,6 +13,15 @@ import typer
 from mesatron.errors import ConfigError
 from mesatron.terminal import ConfigFile, Overrides, RunFolder
 
+DECIDED = {
+    "job-name": "a job has the name of its run",
+    "output": "it lies in the run folder",
+    "chdir": "a job works where it is submitted",
+    "signal": "set launch.stop_signal and launch.lead_seconds",
+    "array": "give --sweep",
+}
+"""Options of sbatch that a submission sets by itself, and what stands for them."""
+
 launch_app = typer.Typer(no_args_is_help=True, help="Run on a cluster.")
 
 
@@ -125,12 +134,14 @@ def settle(file: ConfigFile, overrides: Overrides = None) -> None:
 
 
 def sbatch_options(given: Sequence[str] | None) -> dict[str, str]:
-    """What is given as `--sbatch NAME=VALUE`. Raises ConfigError for what is not of that form."""
+    """What is given as `--sbatch NAME=VALUE`. Raises ConfigError for what is not of that form, or not to be given."""
     options = dict(option.partition("=")[::2] for option in given or [])
     if not all(name and value for name, value in options.items()):
         raise ConfigError("--sbatch takes NAME=VALUE, such as --sbatch constraint=h100.")
     if not re.fullmatch("[1-9][0-9]*", options.get("nodes", "1")):
         raise ConfigError(f"--sbatch nodes={options['nodes']} is no number of nodes; give 1 or more.")
+    for name in DECIDED.keys() & options.keys():
+        raise ConfigError(f"--sbatch {name}={options[name]} cannot be given: {DECIDED[name]}.")
     return options
 
 

@@ -21,3 +21,9 @@ def test_no_number_of_nodes(option: str) -> None:
 def test_no_name_or_no_value(option: str) -> None:
     with pytest.raises(ConfigError, match="--sbatch takes NAME=VALUE"):
         sbatch_options([option])
+
+
+@pytest.mark.parametrize("option", ["output=x.out", "signal=TERM@10", "array=0-3"])
+def test_what_a_submission_decides_cannot_be_given(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"--sbatch {option} cannot be given: "):
+        sbatch_options([option])

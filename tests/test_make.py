@@ -1,5 +1,6 @@
 """The Makefile in a folder of any name."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -18,5 +19,7 @@ def test_the_quickstart_finds_the_verbs_in_a_folder_of_any_name(tmp_path: Path) 
     verb.chmod(0o755)
     (folder / "launchers").mkdir()
     (folder / "launchers/quickstart.sh").write_text("command -v mesatron")
-    done = subprocess.run(["make", "quickstart"], cwd=folder, capture_output=True, text=True)
+    # These tests may have been started by make, which then speaks of its folders.
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
+    done = subprocess.run(["make", "quickstart"], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.stdout == f"{verb}\n", done.stderr

@@ -85,7 +85,7 @@ def draw_documents(
     kept = {name: _Smallest(limit) for name, limit in limits.items()}
     jobs = (_Job(file, seed, size, limits, {name: smallest.bound for name, smallest in kept.items()}) for file in files)
     parts: dict[int, _Part] = {}
-    done = documents = 0
+    total, done, documents = sum(file.bytes for file in files), 0, 0
     with open_workers(workers, __name__) as pool:
         for number, part in pool.as_completed(_read, jobs):
             for name, entries in part.kept.items():
@@ -95,7 +95,7 @@ def draw_documents(
             parts[number] = part
             done, documents = done + files[number].bytes, documents + part.counts.documents
             if progress is not None:
-                progress(Progress("read", done, sum(file.bytes for file in files), documents))
+                progress(Progress("read", done, total, documents))
     drawn = Drawn()
     for number in range(len(files)):
         drawn.counts.add(parts[number].counts)

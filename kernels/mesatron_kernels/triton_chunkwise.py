@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd.function import once_differentiable
-from torch.library import custom_op, get_ctx
 from torch.nn.functional import pad
 
 from mesatron_kernels import triton_gradients, triton_solve, triton_states
@@ -144,13 +143,13 @@ def _launch_forward(
     return o, H_last, G_last, steps, residual, summed, norms, largest_k, largest_v, *solution
 
 
-_forward = custom_op("mesatron::mesa_forward", _launch_forward, mutates_args=())
+_forward = library.custom_op("mesatron::mesa_forward", _launch_forward, mutates_args=())
 
 
 @_forward.register_fake
 def _(q, k, v, log_gamma, beta, lam, H_0, G_0, cu_seqlens, max_steps, tolerance):
     B, T, heads, D = k.shape
-    chunks = get_ctx().new_dynamic_size() if cu_seqlens is not None else B * -(-T // _chunk_length(k, v))
+    chunks = library.get_ctx().new_dynamic_size() if cu_seqlens is not None else B * -(-T // _chunk_length(k, v))
     gates = beta.new_empty(B, T, heads, dtype=torch.float32)
     last = (gates.new_empty(_sequences(k, cu_seqlens), heads, x.shape[-1], D) for x in (k, v))
     of_chunks = (gates.new_empty(chunks, heads, *pair) for pair in ((2,), (), ()))
@@ -227,7 +226,7 @@ def _launch_backward(
     return dq, dk, dv, dlog_gamma, dbeta, dlam.sum(0), dH_0.mul_(-0.5), dG_0
 
 
-_backward = custom_op("mesatron::mesa_backward", _launch_backward, mutates_args=())
+_backward = library.custom_op("mesatron::mesa_backward", _launch_backward, mutates_args=())
 
 
 @_backward.register_fake

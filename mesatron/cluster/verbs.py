@@ -18,7 +18,7 @@ DECIDED = {
     "output": "it lies in the run folder",
     "chdir": "a job works where it is submitted",
     "signal": "set launch.stop_signal and launch.lead_seconds",
-    "array": "give --sweep",
+    "array": "the runs of a sweep or a comparison are one",
 }
 """Options of sbatch that a submission sets by itself, and what stands for them."""
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from mesatron_kernels import MesaState, mesa, triton_chunkwise
 from mesatron_kernels.bench import Clock
-from torch.library import opcheck
+from torch import library
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
@@ -314,9 +314,9 @@ def test_operators_are_registered_as_torch_wants_them(cu_seqlens):
     inputs = [x.requires_grad_() for x in make_inputs((1, 70, 1, 16, 16))]
     bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
     arguments = (*inputs, None, None, bounds, 30, 1e-4)
-    opcheck(triton_chunkwise._forward, arguments)
+    library.opcheck(triton_chunkwise._forward, arguments)
     swapped = [x.mT.contiguous().mT if x.ndim == 4 else x.double() for x in (y.detach() for y in inputs)]
-    opcheck(triton_chunkwise._forward, (*swapped, None, None, bounds, 30, 1e-4))
+    library.opcheck(triton_chunkwise._forward, (*swapped, None, None, bounds, 30, 1e-4))
 
 
 @on_gpu

@@ -115,6 +115,6 @@ def _read(job: _Job) -> _Part:
         found[document.source] = found.get(document.source, 0) + len(document.text.encode())
         smallest = kept.get(document.source) or kept.get(None)
         if smallest is not None:
-            key = xxhash.xxh3_64_intdigest(f"{job.seed}{document.file}:{document.line}")
+            key = xxhash.xxh3_64_intdigest(f"{job.seed}{document.file}:{document.line}".encode())
             smallest.add(key, job.size(document.text), document)
     return _Part({name: list(smallest) for name, smallest in kept.items()}, found, counts)

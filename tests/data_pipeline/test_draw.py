@@ -38,7 +38,7 @@ def test_the_smallest_hashes_that_fit_are_taken(texts: Path, limits: Limits, wor
     expected = []
     for name, limit in limits.items():
         own = [document for document in every if (document.source if document.source in limits else None) == name]
-        own.sort(key=lambda document: xxhash.xxh3_64_intdigest(f"7 {document.file}:{document.line}"))
+        own.sort(key=lambda document: xxhash.xxh3_64_intdigest(f"7 {document.file}:{document.line}".encode()))
         total = 0
         for number, document in enumerate(own):
             total += len(document.text)

@@ -163,22 +163,26 @@ def _position(position, tokens, T, DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
-def _earlier(x, history, tokens, place, lag, channels, inside, T, C, WIDTH: tl.constexpr):
-    """x[token - lag]; from before the start of a row what `history` has there, of a document nothing."""
-    seen = _load(x, tokens - lag, channels, C, inside & (place >= lag)[:, None])
-    if history is not None:
-        before = tokens // T * (WIDTH - 1) + WIDTH - 1 + place - lag
-        seen += _load(history, before, channels, C, inside & (place < lag)[:, None])
+def _earlier(x, history, tokens, place, channels, inside, T, C, WIDTH: tl.constexpr):
+    """x[token - lag] for every lag below WIDTH; from before the start of a row what `history` has there, of a document
+    nothing."""
+    seen = ()
+    for lag in tl.static_range(WIDTH):
+        value = _load(x, tokens - lag, channels, C, inside & (place >= lag)[:, None])
+        if history is not None:
+            before = tokens // T * (WIDTH - 1) + WIDTH - 1 + place - lag
+            value += _load(history, before, channels, C, inside & (place < lag)[:, None])
+        seen += (value,)
     return seen
 
 
 @triton.jit
-def _convolve(x, weight, history, tokens, place, channels, inside, T, C, WIDTH: tl.constexpr):
+def _convolve(seen, weight, channels, C, WIDTH: tl.constexpr):
     """sum over lags of weight[channel, lag] x[token - lag]."""
-    summed = tl.zeros([tokens.shape[0], channels.shape[0]], tl.float32)
+    summed = tl.zeros(seen[0].shape, tl.float32)
     for lag in tl.static_range(WIDTH):
-        seen = _earlier(x, history, tokens, place, lag, channels, inside, T, C, WIDTH)
-        summed += seen * tl.load(weight + channels * WIDTH + lag, mask=channels < C, other=0.0).to(tl.float32)[None, :]
+        factor = tl.load(weight + channels * WIDTH + lag, mask=channels < C, other=0.0)
+        summed += seen[lag] * factor.to(tl.float32)[None, :]
     return summed
 
 
@@ -204,7 +208,8 @@ def unit_heads_forward(
     channels = tl.program_id(1) * D + columns
     inside = (tokens < N)[:, None] & (columns < D)[None, :]
     place = _position(position, tokens, T, DOCUMENTS)
-    value = _convolve(x, weight, history, tokens, place, channels, inside, T, C, WIDTH)
+    seen = _earlier(x, history, tokens, place, channels, inside, T, C, WIDTH)
+    value = _convolve(seen, weight, channels, C, WIDTH)
     value *= tl.sigmoid(value)
     norm = tl.sqrt(tl.sum(value * value, 1))
     _store(y, value / tl.maximum(norm, SMALLEST_NORM)[:, None], tokens, channels, C, inside)
@@ -227,17 +232,19 @@ def unit_heads_backward(
     BLOCK_T: tl.constexpr,
     TOKENS: tl.constexpr,
     WIDTH: tl.constexpr,
-    BLOCK_W: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    columns, lags = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_W)
+    columns = tl.arange(0, BLOCK_D)
     channels = tl.program_id(1) * D + columns
-    summed = tl.zeros([BLOCK_W, BLOCK_D], tl.float32)
+    sums = ()  # for every lag; over tokens at the end only, for that makes all warps wait
+    for _ in tl.static_range(WIDTH):
+        sums += (tl.zeros([BLOCK_T, BLOCK_D], tl.float32),)
     for begin in range(0, TOKENS, BLOCK_T):
         tokens = tl.program_id(0) * TOKENS + begin + tl.arange(0, BLOCK_T)
         inside = (tokens < N)[:, None] & (columns < D)[None, :]
         place = _position(position, tokens, T, DOCUMENTS)
-        z = _convolve(x, weight, history, tokens, place, channels, inside, T, C, WIDTH)
+        seen = _earlier(x, history, tokens, place, channels, inside, T, C, WIDTH)
+        z = _convolve(seen, weight, channels, C, WIDTH)
         s = tl.sigmoid(z)
         value = z * s
         inverse = 1 / tl.maximum(tl.sqrt(tl.sum(value * value, 1)), SMALLEST_NORM)
@@ -246,11 +253,13 @@ def unit_heads_backward(
         along = tl.sum(gradient * value, 1)
         gradient = (gradient - value * along[:, None]) * inverse[:, None] * s * (1 + z * (1 - s))
         _store(dz, gradient, tokens, channels, C, inside)
+        more = ()
         for lag in tl.static_range(WIDTH):
-            seen = _earlier(x, history, tokens, place, lag, channels, inside, T, C, WIDTH)
-            summed += tl.where(lags[:, None] == lag, tl.sum(gradient * seen, 0)[None, :], 0.0)
-    part = dweight + (tl.program_id(0).to(tl.int64) * WIDTH + lags)[:, None] * C + channels[None, :]
-    tl.store(part, summed, mask=(lags < WIDTH)[:, None] & (columns < D)[None, :])
+            more += (sums[lag] + gradient * seen[lag],)
+        sums = more
+    for lag in tl.static_range(WIDTH):
+        part = dweight + (tl.program_id(0).to(tl.int64) * WIDTH + lag) * C + channels
+        tl.store(part, tl.sum(sums[lag], 0), mask=columns < D)
 
 
 @triton.jit
@@ -335,8 +344,8 @@ class UnitHeads(torch.autograd.Function):
         dz, dx = torch.empty_like(x), torch.empty_like(x)
         parts = x.new_empty(programs, width, C, dtype=torch.float32)
         unit_heads_backward[(programs, heads)](
-            x, weight, position, history, dy.contiguous(), dz, parts, N, T, C, **sizes,
-            TOKENS=TOKENS, BLOCK_W=triton.next_power_of_2(width),
+            x, weight, position, history, dy.contiguous(), dz, parts, N, T, C, **sizes | _sums_tile(sizes["D"]),
+            TOKENS=TOKENS,
         )  # fmt: skip
         grid = (triton.cdiv(N, sizes["BLOCK_T"]), heads)
         convolution_backward[grid](dz, weight, position, dx, N, T, C, **sizes)
@@ -353,3 +362,8 @@ def _tile(D: int, elements: int = TILE) -> dict[str, int]:
     """Groups of D channels and as many tokens as make up a tile."""
     block = triton.next_power_of_2(D)
     return {"D": D, "BLOCK_D": block, "BLOCK_T": min(TOKENS, max(1, elements // block))}
+
+
+def _sums_tile(D: int) -> dict[str, int]:
+    """The tile of a program that holds one more for every lag."""
+    return _tile(D, TILE // 4)

@@ -13,10 +13,12 @@ from mesatron_kernels.triton_tiles import tile_product
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-L = 64  # tokens that a program multiplies at a time
-FORWARD_ROWS, BACKWARD_ROWS = 64, 32  # channels of v that a program multiplies at a time; more would not fit registers
+# A sum of several products stays in the registers where it is only if its rows fill the program's warps, 16 each: else
+# Triton gives the last product another layout than those before, and moves the sum through shared memory every time.
+FORWARD_L, FORWARD_ROWS = 32, 128  # tokens and channels of v that a program multiplies at a time, the rows of its sum
+BACKWARD_L, BACKWARD_ROWS = 128, 32  # here tokens are the rows
 SHORTEST_PART = 512  # tokens: fewer would cost more in adding parts up than they gain
-PROGRAMS = 512  # that fill a GPU
+PROGRAMS = 256  # that fill a GPU
 
 
 @triton.jit
@@ -47,22 +49,22 @@ def products_forward(
         keys = tl.load(
             k + places[:, None] * D + columns[None, :], mask=valid[:, None] & (columns[None, :] < D), other=0.0
         )
-        value_mask = valid[None, :] & (rows[:, None] < width)
-        values = tl.load(factor + places[None, :] * width + rows[:, None], mask=value_mask, other=0.0)
+        value_mask = valid[:, None] & (rows[None, :] < width)
+        values = tl.load(factor + places[:, None] * width + rows[None, :], mask=value_mask, other=0.0)
         weighted = keys.to(tl.float32) * weight[:, None]
         high = weighted.to(tl.bfloat16)
-        acc = tile_product(values, high, acc, "bf16")
-        acc = tile_product(values, (weighted - high.to(tl.float32)).to(tl.bfloat16), acc, "bf16")
+        acc = tile_product(tl.trans(values), high, acc, "bf16")
+        acc = tile_product(tl.trans(values), (weighted - high.to(tl.float32)).to(tl.bfloat16), acc, "bf16")
     base = (part * tl.num_programs(0) + row).to(tl.int64) * (E + SQUARES * D) * D
     place = (above + rows[:, None]) * D + columns[None, :]
     tl.store(sums + base + place, acc, mask=(rows[:, None] < width) & (columns[None, :] < D))
 
 
 @triton.jit
-def both_terms(a, high, low, place, inside, acc):
-    """acc + a @ (high + low) at these places."""
-    acc = tile_product(a, tl.load(high + place, mask=inside, other=0.0), acc, "bf16")
-    return tile_product(a, tl.load(low + place, mask=inside, other=0.0), acc, "bf16")
+def load_terms(high, low, base, rows, columns, HEIGHT: tl.constexpr, D: tl.constexpr):
+    """Some rows of one head's matrix of this height, as two terms."""
+    place, inside = base + rows[:, None] * D + columns[None, :], (rows[:, None] < HEIGHT) & (columns[None, :] < D)
+    return tl.load(high + place, mask=inside, other=0.0), tl.load(low + place, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -90,9 +92,9 @@ def products_backward(
             rows = first + tl.arange(0, BLOCK_E)
             value_places, value_mask = places[:, None] * D + rows[None, :], valid[:, None] & (rows[None, :] < D)
             values = tl.load(k + value_places, mask=value_mask, other=0.0)
-            inside = (rows[:, None] < D) & (columns[None, :] < D)
-            place = base + rows[:, None] * D + columns[None, :]
-            gradient = both_terms(values, high, low, place, inside, gradient)
+            first_term, second_term = load_terms(high, low, base, rows, columns, D, D)
+            gradient = tile_product(values, first_term, gradient, "bf16")
+            gradient = tile_product(values, second_term, gradient, "bf16")
         # The weight of k k^T would get this twice, from the gradient and from its transpose.
         twice = 0.5 * tl.sum(gradient * keys.to(tl.float32), 1)
         base += D * D
@@ -100,14 +102,11 @@ def products_backward(
         rows = first + tl.arange(0, BLOCK_E)
         value_places, value_mask = places[:, None] * E + rows[None, :], valid[:, None] & (rows[None, :] < E)
         values = tl.load(v + value_places, mask=value_mask, other=0.0)
-        inside = (rows[:, None] < E) & (columns[None, :] < D)
-        place = base + rows[:, None] * D + columns[None, :]
-        gradient = both_terms(values, high, low, place, inside, gradient)
-        inside = (rows[None, :] < E) & (columns[:, None] < D)
-        place = base + rows[None, :] * D + columns[:, None]
-        of_values = tl.zeros([L, BLOCK_E], tl.float32)
-        of_values = both_terms(keys, high, low, place, inside, of_values)
-        of_values *= weight[:, None]
+        first_term, second_term = load_terms(high, low, base, rows, columns, E, D)
+        gradient = tile_product(values, first_term, gradient, "bf16")
+        gradient = tile_product(values, second_term, gradient, "bf16")
+        of_values = tile_product(keys, tl.trans(first_term), tl.zeros([L, BLOCK_E], tl.float32), "bf16")
+        of_values = tile_product(keys, tl.trans(second_term), of_values, "bf16") * weight[:, None]
         tl.store(dv + value_places, of_values.to(dv.dtype.element_ty), mask=value_mask)
     tl.store(dweights + places, tl.sum(gradient * keys.to(tl.float32), 1) - twice, mask=valid)
     gradient *= weight[:, None]
@@ -127,7 +126,7 @@ class WeightedProducts(torch.autograd.Function):
         E = v.shape[-1]
         blocks = triton.cdiv(E, FORWARD_ROWS) + squares * triton.cdiv(D, FORWARD_ROWS)
         wanted = triton.cdiv(PROGRAMS, batch * heads * blocks)
-        part_length = max(SHORTEST_PART, L * triton.cdiv(T, wanted * L))
+        part_length = max(SHORTEST_PART, FORWARD_L * triton.cdiv(T, wanted * FORWARD_L))
         parts = triton.cdiv(T, part_length)
         sums = weights.new_empty(parts, batch, heads, E + squares * D, D)
         products_forward[(batch * heads, blocks, parts)](
@@ -147,7 +146,7 @@ class WeightedProducts(torch.autograd.Function):
         dsums = dsums.contiguous()
         high = dsums.to(k.dtype)
         low = (dsums - high).to(k.dtype)
-        products_backward[(batch * heads, triton.cdiv(T, L))](
+        products_backward[(batch * heads, triton.cdiv(T, BACKWARD_L))](
             v, k, weights, high, low, dv, dk, dweights, T, heads,
             **sizes(v.shape[-1], D, ctx.squares, products_backward),
         )  # fmt: skip
@@ -156,7 +155,7 @@ class WeightedProducts(torch.autograd.Function):
 
 def sizes(E: int, D: int, squares: bool, kernel: Any) -> dict[str, int]:
     """How a kernel is launched for heads of so many channels."""
-    rows, stages = (FORWARD_ROWS, 3) if kernel is products_forward else (BACKWARD_ROWS, 1)
-    launch = {"num_warps": 8 if D > 64 else 4, "num_stages": stages}
-    heads = {"E": E, "D": D, "SQUARES": int(squares)}
-    return heads | {"L": L, "BLOCK_E": rows, "BLOCK_D": max(64, triton.next_power_of_2(D))} | launch
+    forward = kernel is products_forward
+    tile = {"L": FORWARD_L, "BLOCK_E": FORWARD_ROWS} if forward else {"L": BACKWARD_L, "BLOCK_E": BACKWARD_ROWS}
+    tile |= {"BLOCK_D": max(64, triton.next_power_of_2(D)), "num_warps": 8, "num_stages": 3 if forward else 2}
+    return {"E": E, "D": D, "SQUARES": int(squares)} | tile

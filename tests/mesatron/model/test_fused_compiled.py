@@ -19,7 +19,7 @@ def test_kernels_spill_nothing_and_load_widely() -> None:
     for report in reports:
         print(report)
         if report["kernel"].startswith("products"):  # whose speed is that of tensor cores
-            assert report["stack_bytes"] <= (0 if report["capability"] == 90 else 128), report
+            assert report["stack_bytes"] <= (0 if report["capability"] == 90 else 160), report
             assert report["shared_bytes"] <= 99 * 1024, report
             continue
         assert report["stack_bytes"] == 0, report

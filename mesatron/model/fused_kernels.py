@@ -166,7 +166,7 @@ def _position(position, tokens, T, DOCUMENTS: tl.constexpr):
 def _earlier(x, history, tokens, place, channels, inside, T, C, WIDTH: tl.constexpr):
     """x[token - lag] for every lag below WIDTH; from before the start of a row what `history` has there, of a document
     nothing."""
-    seen = ()
+    seen = tl.tuple([])
     for lag in tl.static_range(WIDTH):
         value = _load(x, tokens - lag, channels, C, inside & (place >= lag)[:, None])
         if history is not None:
@@ -236,7 +236,7 @@ def unit_heads_backward(
 ):
     columns = tl.arange(0, BLOCK_D)
     channels = tl.program_id(1) * D + columns
-    sums = ()  # for every lag; over tokens at the end only, for that makes all warps wait
+    sums = tl.tuple([])  # for every lag; over tokens at the end only, for that makes all warps wait
     for _ in tl.static_range(WIDTH):
         sums += (tl.zeros([BLOCK_T, BLOCK_D], tl.float32),)
     for begin in range(0, TOKENS, BLOCK_T):
@@ -253,7 +253,7 @@ def unit_heads_backward(
         along = tl.sum(gradient * value, 1)
         gradient = (gradient - value * along[:, None]) * inverse[:, None] * s * (1 + z * (1 - s))
         _store(dz, gradient, tokens, channels, C, inside)
-        more = ()
+        more = tl.tuple([])
         for lag in tl.static_range(WIDTH):
             more += (sums[lag] + gradient * seen[lag],)
         sums = more

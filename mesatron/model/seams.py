@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -18,8 +18,8 @@ from mesatron.model.recurrences.recurrence import starts_of
 class Seams:
     """What stands at these places in a whole model, which is nothing. Others may compute a share of it.
 
-    A mixer or MLP between `enter` and `leave` may hold a share of the heads or channels; `convolve`, `announce`
-    with `recur`, and `attend` are where a mixer looks at other tokens, which may lie elsewhere.
+    A mixer or MLP between `enter` and `leave` may hold a share of the heads or channels; `lend` with `convolve`,
+    `announce` with `recur`, and `attend` are where a mixer looks at other tokens, which may lie elsewhere.
     """
 
     def embedding(self, config: ModelConfig) -> TiedEmbedding:
@@ -38,8 +38,13 @@ class Seams:
         """A block, or the MLP branch of one, whose activations may be made again in the backward pass."""
         return function(*inputs)
 
+    def lend(self, inputs: Sequence[Tensor], tokens: int, cu_seqlens: Tensor | None) -> Sequence[Any]:
+        """Begin to tell others the last tokens of these inputs [B, T, C] of convolutions; what this returns for each
+        goes into `convolve`, after work that does not need it."""
+        return [None] * len(inputs)
+
     def convolve(
-        self, convolution: ShortConvolution, x: Tensor, history: Tensor | None, cu_seqlens: Tensor | None
+        self, convolution: ShortConvolution, x: Tensor, history: Tensor | None, cu_seqlens: Tensor | None, lent: Any
     ) -> tuple[Tensor, Tensor]:
         """`convolution` of x [B, T, C]: heads, and what comes before the tokens that follow."""
         return convolution(x, history, cu_seqlens)

@@ -5,7 +5,7 @@ What a process has to know of all tokens before its run is one state. The recurr
 do to a state (a decay, or a matrix) and summary the state after it from an empty start. So each process summarises its
 run, all exchange summaries, and each combines those to its left. What is sent does not grow with the number of tokens,
 in the backward pass neither: there each process gets the gradient of its summary from all those to its right. The
-convolution borrows the last tokens of the run to the left. Softmax attention has no such state: keys and values are
+convolutions borrow the last tokens of the run to the left. Softmax attention has no such state: keys and values are
 gathered.
 """
 
@@ -40,21 +40,31 @@ class ContextParallel:
         self.group = group
         self.run_length = config.data.context_length // group.size
 
-    def convolve(self, convolution: ShortConvolution, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    def lend(self, inputs: Sequence[Tensor], tokens: int, cu_seqlens: Tensor | None) -> list[Lent | None]:
+        """Begin to tell the process on the right the last tokens of the runs of inputs [B, T, C] of convolutions."""
+        if not tokens:
+            return [None] * len(inputs)
+        tails = [self._runs(x)[:, self.run_length - tokens :] for x in inputs]
+        if cu_seqlens is not None:
+            # What comes before the last start is no concern of those to the right.
+            starts = self._starts(cu_seqlens, len(tails[0]))
+            started_later = starts.flip(1).cumsum(1).flip(1) - starts.int()
+            tails = [tail * (started_later[:, -tokens:] == 0)[..., None] for tail in tails]
+        loan = Loan(tails, self.group)
+        return [Lent(loan, number) for number in range(len(tails))]
+
+    def convolve(
+        self, convolution: ShortConvolution, x: Tensor, cu_seqlens: Tensor | None, lent: Lent | None
+    ) -> tuple[Tensor, Tensor]:
         """`convolution` of x [B, T, C], with what lies to the left of its runs before them: heads [B, T, h, D]."""
-        runs = self._runs(x)
-        borrowed = convolution.width - 1
-        if not borrowed:
+        if lent is None:
             return convolution(x)
-        tail = runs[:, self.run_length - borrowed :]
+        runs, before = self._runs(x), lent.loan.tokens()[lent.number]
         if cu_seqlens is None:
-            y, after = convolution(runs, _FromLeft.apply(tail, self.group))
+            y, after = convolution(runs, before)
             return y.reshape(*x.shape[:2], *y.shape[2:]), after
-        # What comes before the last start is no concern of those to the right.
-        starts = self._starts(cu_seqlens, runs.shape[0])
-        started_later = starts.flip(1).cumsum(1).flip(1) - starts.int()
-        tail = tail * (started_later[:, -borrowed:] == 0)[..., None]
-        extended = torch.cat([_FromLeft.apply(tail, self.group), runs], 1)
+        borrowed = before.shape[1]
+        extended = torch.cat([before, runs], 1)
         y, after = convolution(extended.view(1, -1, x.shape[-1]), None, self._bounds(cu_seqlens, len(runs), borrowed))
         y = y.reshape(*extended.shape[:2], *y.shape[2:])[:, borrowed:]
         return y.reshape(*x.shape[:2], *y.shape[2:]), after
@@ -124,6 +134,31 @@ class Announcement(NamedTuple):
     exchange: Exchange
 
 
+class Loan:
+    """The last tokens of this process's runs on their way to the process on the right, and those of the one on the left
+    on their way here."""
+
+    def __init__(self, tails: Sequence[Tensor], group: Group) -> None:
+        # Gathered by all though one neighbour needs them: they are few, and one collective hides behind other work.
+        self._exchange, self._rank = Exchange(tails, group), group.rank
+        self._tokens: list[Tensor] | None = None
+
+    def tokens(self) -> list[Tensor]:
+        """Of every tail that of the process on the left; zeros in the first one, whose backward pass meets the others
+        here all the same."""
+        if self._tokens is None:
+            left = slice(max(0, self._rank - 1), self._rank)
+            self._tokens = [x[left].sum(0) for x in self._exchange.result()]
+        return self._tokens
+
+
+class Lent(NamedTuple):
+    """One of the tensors of a loan."""
+
+    loan: Loan
+    number: int
+
+
 class Exchange:
     """Each of the tensors as all processes of a group have it, in one collective that goes on from here to `result`.
 
@@ -185,31 +220,3 @@ class _End(torch.autograd.Function):
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         ctx.exchange.sum(gradients)
         return gradients, None  # on its way to _Begin, whose gradient is the sum
-
-
-class _FromLeft(torch.autograd.Function):
-    """x of the process to the left, zeros in the first one; gradients go back the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return _shift(x, group, 1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _shift(gradient, ctx.group, -1), None
-
-
-def _shift(x: Tensor, group: Group, step: int) -> Tensor:
-    """Send x to the process `step` further on and return what comes from the other side; zeros where nobody sends."""
-    received = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    transfers = []
-    if 0 <= group.rank + step < group.size:
-        peer = dist.get_global_rank(group.handle, group.rank + step)
-        transfers.append(dist.P2POp(dist.isend, x.contiguous(), peer, group.handle))
-    if 0 <= group.rank - step < group.size:
-        peer = dist.get_global_rank(group.handle, group.rank - step)
-        transfers.append(dist.P2POp(dist.irecv, received, peer, group.handle))
-    for transfer in dist.batch_isend_irecv(transfers):
-        transfer.wait()
-    return received

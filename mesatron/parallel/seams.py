@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
@@ -73,12 +73,17 @@ class SharedSeams(Seams):
         # No random numbers are drawn, so their generators need not be kept.
         return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
+    def lend(self, inputs: Sequence[Tensor], tokens: int, cu_seqlens: Tensor | None) -> Sequence[Any]:
+        if self.context is None:
+            return super().lend(inputs, tokens, cu_seqlens)
+        return self.context.lend(inputs, tokens, cu_seqlens)
+
     def convolve(
-        self, convolution: ShortConvolution, x: Tensor, history: Tensor | None, cu_seqlens: Tensor | None
+        self, convolution: ShortConvolution, x: Tensor, history: Tensor | None, cu_seqlens: Tensor | None, lent: Any
     ) -> tuple[Tensor, Tensor]:
         if self.context is None:
-            return super().convolve(convolution, x, history, cu_seqlens)
-        return self.context.convolve(convolution, x, cu_seqlens)
+            return super().convolve(convolution, x, history, cu_seqlens, lent)
+        return self.context.convolve(convolution, x, cu_seqlens, lent)
 
     def announce(self, recurrence: Recurrence, inputs: Any, cu_seqlens: Tensor | None) -> Any:
         return self.context.announce(recurrence, inputs, cu_seqlens) if self.context else None

@@ -73,7 +73,9 @@ class HawkMixer(nn.Module):
         self, x: Tensor, state: HawkMixerState | None = None, cu_seqlens: Tensor | None = None, keep_state: bool = False
     ) -> tuple[Tensor, HawkMixerState | None]:
         """x [B, T, width] to y [B, T, width] and, if it is to be kept, the state after the last token."""
-        u, history = self.seams.convolve(self.convolution, self.input(x), state and state.history, cu_seqlens)
+        u = self.input(x)
+        (lent,) = self.seams.lend([u], self.convolution.width - 1, cu_seqlens)
+        u, history = self.seams.convolve(self.convolution, u, state and state.history, cu_seqlens, lent)
         log_a = -DECAY_SCALE * torch.sigmoid(self.recurrence_gate(u)) * F.softplus(at_least_fp32(self.decay))
         gated = torch.sigmoid(self.input_gate(u)) * at_least_fp32(u)
         self.observations = {"a": log_a.detach().exp()}

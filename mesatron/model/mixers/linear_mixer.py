@@ -61,12 +61,14 @@ class LinearMixer(nn.Module, ABC):
     ) -> tuple[Tensor, LinearMixerState | None]:
         """x [B, T, width] to y [B, T, width] and, if it is to be kept, the state after the last token."""
         convolve = self.seams.convolve
-        k, k_history = convolve(self.k_convolution, self.k(x), state and state.k_history, cu_seqlens)
+        k, q = self.k(x), self.q(x)
+        k_lent, q_lent = self.seams.lend((k, q), self.k_convolution.width - 1, cu_seqlens)
         v = self.v(x).unflatten(-1, (self.heads, self.head_dim))
+        k, k_history = convolve(self.k_convolution, k, state and state.k_history, cu_seqlens, k_lent)
         recurrence, inputs = self.recurrence(k, k, v, x)
         announced = self.seams.announce(recurrence, inputs, cu_seqlens)
         # Queries leave the state as it is, so they are made while others are told of it; until then k has their place.
-        q, q_history = convolve(self.q_convolution, self.q(x), state and state.q_history, cu_seqlens)
+        q, q_history = convolve(self.q_convolution, q, state and state.q_history, cu_seqlens, q_lent)
         inputs = inputs._replace(q=q)
         result = self.seams.recur(recurrence, inputs, state and state.memory, cu_seqlens, keep_state, announced)
         self.observations |= result.figures

@@ -2,7 +2,7 @@
 
 Sequences: the same in a tensor, context or pipeline group, others in other data-parallel groups. Replicated weights:
 equal to the bit on all processes after two updates, with sequence parallelism and without. Bytes of the second update:
-by the formulas of docs/parallelism.md, counted at the collectives themselves. States are exchanged beside other work.
+by the formulas of docs/parallelism.md, counted at the collectives themselves. Borrowed tokens travel beside other work.
 GPUs: each process on its own alone.
 """
 
@@ -89,10 +89,11 @@ def test_context_parallel_sends_the_same_for_longer_sequences(witness: Callable[
     states = MICRO_BATCH * HEADS * (2 * HEAD_DIM * HEAD_DIM + 1) * FLOAT  # H, G and the log decay
     borrowed = 2 * MICRO_BATCH * 3 * WIDTH * FLOAT  # the last tokens of q and k
     for process in traffic[0]:
-        assert process["allgather_base"] == micro_batches * LAYERS * states
-        assert process["reduce_scatter_base"] == micro_batches * LAYERS * context * states
-        assert process["send"] == micro_batches * LAYERS * borrowed
-    one_way_of_each = [("gather", 1)] * LAYERS + [("sum", 2)] * LAYERS  # beside them the projection of q; its gradients
+        assert process["allgather_base"] == micro_batches * LAYERS * (states + borrowed)
+        assert process["reduce_scatter_base"] == micro_batches * LAYERS * context * (states + borrowed)
+        assert "send" not in process
+    # Beside borrowed tokens the projection of v, or its gradients; beside states the convolution of q, no matrix product.
+    one_way_of_each = [("gather", 1), ("gather", 0)] * LAYERS + [("sum", 0), ("sum", 2)] * LAYERS
     assert all(process["beside"] == micro_batches * one_way_of_each for process in seen)
 
 

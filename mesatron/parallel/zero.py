@@ -24,7 +24,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 
 import deepspeed
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param, set_z3_leaf_modules
 from mesatron_data.batch import Batch
 from mesatron_kernels.documents import send_documents, sent
 from torch import Tensor, nn
@@ -71,6 +71,8 @@ class ZeroEngine:
         model, unit = self._build()
         if self.stage < 3:
             model = model.to(self.device)
+        else:
+            set_z3_leaf_modules(model, [Block])  # whose weights are gathered together, not layer by layer
         self.parameters = {self._whole_name(name): parameter for name, parameter in model.named_parameters()}
         local = {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
         self.whole = whole_parameters(config.model)

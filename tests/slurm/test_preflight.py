@@ -16,6 +16,7 @@ from mesatron.errors import ConfigError, StorageError, UnfitError
 Make = Callable[..., Training]
 
 
+@pytest.mark.long
 def test_an_unfit_node_is_left_out(training: Make, untouched: Training) -> None:
     """n2 has no room in /dev/shm; the job is queued again at once and runs on the others."""
     cluster = untouched.cluster

@@ -65,7 +65,7 @@ def even_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (3, {"parallel.zero_stage": 0}),
         (2, {"parallel.zero_stage": 1, "train.precision": "bf16"}),
         (3, {"parallel.zero_stage": 3, "train.precision": "bf16"}),
-        (4, EVEN | {"parallel.tensor_size": 2, "parallel.zero_stage": 1}),
+        pytest.param(4, EVEN | {"parallel.tensor_size": 2, "parallel.zero_stage": 1}, marks=pytest.mark.long),
         (2, EVEN | {"parallel.pipeline_size": 2}),
     ],
     ids=["ZeRO-0", "ZeRO-1", "ZeRO-3", "TP2xDP2", "PP2"],

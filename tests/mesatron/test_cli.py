@@ -27,19 +27,19 @@ from mesatron.evaluate.generation import generate
 ROOT = Path(__file__).parents[2]
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
+def start(*arguments: str | Path, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "mesatron", *map(str, arguments)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
     )
 
 
-def mesatron(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    process = start(*arguments)
+def mesatron(*arguments: str | Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    process = start(*arguments, environment=environment)
     out, errors = process.communicate(timeout=60)
     return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
 
@@ -50,9 +50,9 @@ def output_of(*arguments: str | Path) -> str:
     return done.stdout
 
 
-def mistake(code: int, *arguments: str | Path) -> str:
+def mistake(code: int, *arguments: str | Path, environment: dict[str, str] | None = None) -> str:
     """The one line that a mistake must end in."""
-    done = mesatron(*arguments)
+    done = mesatron(*arguments, environment=environment)
     assert done.returncode == code, done.stderr
     assert re.fullmatch(r"mesatron: [^\n]+\n", done.stderr), done.stderr
     assert done.stdout == ""
@@ -105,8 +105,6 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., 
         ("data prepare {config} --task 3", 2, "--task 3 is not of the form K/N"),
         ("data prepare {config} --task 2/2", 2, "--task 2/2: there is no such task; N tasks count from 0 to N - 1"),
         ("data prepare {config} data.folder={nowhere} model.vocabulary_size=600", 3, "{model} has 512 pieces"),
-        ("train {config} model.mesa.implementation=triton runs_folder={nowhere}-runs", 2, "needs a GPU"),
-        ("train {config} model.implementation=triton runs_folder={nowhere}-runs", 2, "model.implementation is triton"),
         ("train {config} runs_folder={broken}", 2, "Cannot make the run folder"),
         ("summary {run}/checkpoints/latest", 2, "is a checkpoint; give the run folder"),
         ("data verify {empty}", 3, "No manifest.json in {empty}"),
@@ -139,6 +137,13 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., 
 def test_mistakes_end_in_one_line(places: dict, command: str, code: int, expected: str) -> None:
     line = mistake(code, *(word.format(**places) for word in command.split(" ")))
     assert expected.format(**places) in line
+
+
+@pytest.mark.parametrize("key", ["model.mesa.implementation", "model.implementation"])
+def test_triton_needs_a_gpu(places: dict, key: str) -> None:
+    settings = [f"{key}=triton", f"runs_folder={places['nowhere']}-runs"]
+    line = mistake(2, "train", places["config"], *settings, environment={"CUDA_VISIBLE_DEVICES": ""})
+    assert line == f"mesatron: {key} is triton, which needs a GPU; choose torch or auto here.\n"
 
 
 def test_another_tokenizer_of_the_same_size_is_noticed(tmp_path: Path, places: dict) -> None:
@@ -397,7 +402,7 @@ def test_evaluate_and_inspect(trained_run: Path) -> None:
 def test_generate_prints_what_the_model_draws(trained_run: Path) -> None:
     trained = load_model(trained_run)
     tokenizer = Tokenizer.load(trained.config.data.folder)
-    prompt = torch.tensor([tokenizer.bos_id, *tokenizer.encode("One day")])
+    prompt = torch.tensor([tokenizer.bos_id, *tokenizer.encode("One day")], device=trained.device)
     drawn = list(generate(trained.model, prompt, 40, temperature=1.0, top_p=0.9, seed=4))
     text = tokenizer.decode(drawn[: drawn.index(tokenizer.bos_id)] if tokenizer.bos_id in drawn else drawn)
     assert len(text) > 30

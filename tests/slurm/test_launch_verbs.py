@@ -317,10 +317,11 @@ def test_a_job_that_a_person_holds_stays_held(training: Make, verb: str, reason:
 
 def test_a_job_that_fails_before_it_trains_says_why(training: Make) -> None:
     run = training()
-    run.launch("--sbatch=ntasks-per-node=2")
+    run.launch("--sbatch=gpus=4", "parallel.data_size=2")
     run.cluster.wait_for_state(run.job, "FAILED")
     status = run.verb("launch", "status", str(run.folder)).stdout
-    assert f"output     {run.output}\nsaid       The job has 2(x2) tasks per node, but one torchrun on each" in status
+    assert f"output     {run.output}\nsaid       parallel.data_size 2 times parallel.tensor_size" in status
+    assert "calls for 2 processes, not 4" in status
 
 
 def test_what_slurm_refuses_leaves_no_trace(training: Make) -> None:
@@ -363,6 +364,7 @@ def test_what_cannot_fit_is_refused_before_it_is_submitted(training: Make) -> No
         ("--nodes=1", "parallel.tensor_size=2"): "must be a multiple of parallel.tensor_size",
         ("--nodes=2", "--sweep=train.peak_lr"): "--sweep train.peak_lr is not of the form key=value,value",
         ("--sweep=train.seed=1,2,1",): "runs/tiny-seed-1; give each value once",
+        ("--nodes=2", "--sbatch=ntasks-per-node=2"): "ntasks-per-node=2 cannot be given: a node has one task",
         ("--nodes=2", "--partition=none"): "invalid partition specified: none",
     }.items():
         done = run.verb("launch", "slurm", str(run.config), *options, check=False)

@@ -4,20 +4,24 @@
 import json
 import math
 import os
+import pty
 import re
+import select
 import shlex
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from mesatron_data.stream import ValidationSet
 from mesatron_data.tokenizer import Tokenizer
 
 from mesatron.config import Config, load_config
@@ -27,12 +31,14 @@ from mesatron.evaluate.generation import generate
 ROOT = Path(__file__).parents[2]
 
 
-def start(*arguments: str | Path, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+def start(
+    *arguments: str | Path, environment: dict[str, str] | None = None, errors: int = subprocess.PIPE
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "mesatron", *map(str, arguments)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=errors,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
     )
@@ -397,6 +403,51 @@ def test_evaluate_and_inspect(trained_run: Path) -> None:
     inspected = output_of("checkpoint", "inspect", trained_run).splitlines()
     assert inspected[0] == checkpoint
     assert "embedding.weight  [512, 36]" in inspected
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, Callable[[str], str]]]:
+    """The end of a terminal to give to a process, and what waits until it shows a text and returns all it has shown."""
+    ours, theirs = pty.openpty()
+    shown = ""
+
+    def wait(text: str) -> str:
+        nonlocal shown
+        end = time.monotonic() + 60
+        while text not in shown and time.monotonic() < end:
+            if select.select([ours], [], [], 1.0)[0]:
+                shown += os.read(ours, 4096).decode()
+        assert text in shown, shown
+        return shown
+
+    yield theirs, wait
+    os.close(ours)
+    os.close(theirs)
+
+
+VISIBLE = {"TERM": "xterm", "COLUMNS": "120"}
+
+
+def test_evaluation_shows_on_a_terminal_how_far_it_is(trained_run: Path, terminal: tuple) -> None:
+    theirs, wait = terminal
+    process = start("evaluate", "perplexity", trained_run, errors=theirs, environment=VISIBLE)
+    batches = len(ValidationSet(load_config(trained_run / "config.yaml").data.folder, 64))
+    wait(f"0 of {batches} batches")
+    wait(f"{batches} of {batches} batches")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert out.startswith(f"{trained_run}/checkpoints/step-00000006\n")
+    assert "batches" not in out
+
+
+def test_layouts_are_under_way_before_the_first_row(places: dict, terminal: tuple) -> None:
+    theirs, wait = terminal
+    process = start("bench", "layouts", places["config"], errors=theirs, environment=VISIBLE)
+    assert "tokens/s" not in wait("0 of 1")
+    process.send_signal(signal.SIGINT)
+    wait("mesatron: interrupted")
+    process.communicate(timeout=60)
+    assert process.returncode == 130
 
 
 def test_generate_prints_what_the_model_draws(trained_run: Path) -> None:

@@ -37,6 +37,7 @@ def test_stopped_and_resumed(training: Make, untouched: Training) -> None:
         status = run.verb("launch", "status", str(run.folder)).stdout
         assert f"job        {run.job}, RUNNING on n1 n2\noutput     {run.output}\n" in status
         assert "said " not in status
+        assert re.search("(?m)^running    attempt 2 begins, from (step [0-9]+|the start)$", status)
         run.verb("launch", "stop", str(run.folder))
         job_file.write_text(noted)
     run.finish(code=75)
@@ -49,6 +50,11 @@ def test_stopped_and_resumed(training: Make, untouched: Training) -> None:
     # Also where it was submitted from a folder with another copy, which Python looks at first.
     (run.folder / "launch/code/mesatron/__init__.py").write_text("import sys; print('the copy', file=sys.stderr)")
     run.take_job(run.verb("launch", "resume", str(run.folder)).stdout)
+    run.wait_for_step(reached + 1)
+    with run.paused():
+        status = run.verb("launch", "status", str(run.folder)).stdout
+        assert f"\nrunning    attempt 2, from step {reached}\n" in status
+        assert "asked " not in status
     run.finish()
     assert "the copy" in run.text()
     assert run.records("start")[1]["resumed_from"] >= 7
@@ -59,6 +65,26 @@ def test_stopped_and_resumed(training: Make, untouched: Training) -> None:
     folder = run.verb("launch", "status", str(run.folder / "launch"), check=False)
     assert folder.returncode == 2
     assert "launch is no run folder: it has neither attempts nor a job" in folder.stderr
+
+
+def test_a_run_that_is_looked_at_and_stopped_in_preflight(training: Make) -> None:
+    run = training("run", **{"launch.preflight_seconds": 300})
+    run.launch()
+
+    def last_lines() -> list[str]:
+        return run.verb("launch", "status", str(run.folder)).stdout.splitlines()[-2:]
+
+    run.cluster.wait_for(lambda: run.workers("n1"), 60, "preflight to begin")
+    with run.paused():
+        assert last_lines()[-1] == "running    attempt 1 begins, from the start"
+        run.verb("launch", "stop", str(run.folder))
+        assert last_lines() == [
+            "running    attempt 1 begins, from the start",
+            "asked      to stop (mesatron launch stop)",
+        ]
+    run.finish(code=75)
+    assert run.step() == 0
+    assert [line.split()[0] for line in last_lines()] == ["step", "attempts"]
 
 
 @pytest.mark.long

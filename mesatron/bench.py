@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mesatron.errors import ConfigError
-from mesatron.terminal import ConfigFile, Overrides, RowSeconds
+from mesatron.terminal import ConfigFile, Overrides, RowSeconds, bars
 
 if TYPE_CHECKING:
     import torch
@@ -163,16 +164,19 @@ def layouts(
     cases = chosen(speed.layouts(processes), layout or [])
     rows: list[speed.Speed] = []
     about = {"file": str(file), "overrides": overrides or [], "processes": processes, "steps": steps}
-    with tempfile.TemporaryDirectory(prefix="mesatron-bench-") as folder:
+    number = len(cases) * max(1, len(micro_batch or []))
+    with tempfile.TemporaryDirectory(prefix="mesatron-bench-") as folder, bars() as show:
+        show("bench", 0, number, f"0 of {number}")
         context = fork_server()
         for row in speed.measure(
             context, Path(folder) / "new", file, overrides or [], cases, micro_batch or [], steps, seconds
         ):
             rows.append(row)
+            show("bench", len(rows), number, f"{len(rows)} of {number}")
             if json_file:  # now, as a later one may run into a time limit
                 _write(json_file, _device(), rows, setting=about)
             rate = "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f} tokens/s"
-            typer.echo(f"{row.layout}, micro-batch {row.micro_batch}: {row.failure or rate}", err=True)
+            print(f"{row.layout}, micro-batch {row.micro_batch}: {row.failure or rate}", file=sys.stderr, flush=True)
     cells = []
     for row in rows:
         if row.tokens_per_second is not None and row.peak_bytes is not None:

@@ -33,6 +33,7 @@ from mesatron.terminal import (
     RowSeconds,
     RunFolder,
     RunOrCheckpoint,
+    bars,
     open_streams,
     table,
 )
@@ -241,8 +242,19 @@ def prove(
         folder.mkdir(parents=True)
     except FileExistsError:
         raise ConfigError(f"{folder} exists; name a folder that is to be made.") from None
-    prover = Prover(fork_server(), folder, steps, precision, mixer=mixer or ["mesa"], seconds=seconds)
-    raise typer.Exit(0 if table(prover, cases, typer.echo, partial(typer.echo, err=True)) else 1)
+    with bars() as show:
+
+        def begin(done: int, name: str) -> None:
+            show("prove", done, len(cases), name)
+
+        def explain(text: str) -> None:
+            print(text, file=sys.stderr)
+
+        begin(0, "the data")
+        prover = Prover(fork_server(), folder, steps, precision, mixer=mixer or ["mesa"], seconds=seconds)
+        hold = table(prover, cases, partial(print, flush=True), explain, begin)
+        begin(len(cases), "done")
+    raise typer.Exit(0 if hold else 1)
 
 
 @app.command()
@@ -406,7 +418,10 @@ def evaluate_perplexity(
     from mesatron.metrics import perplexity
 
     trained = load_model(path)
-    result = evaluate_perplexity(trained, data)
+    with bars() as show:
+        result = evaluate_perplexity(
+            trained, data, lambda done, total: show("evaluate", done, total, f"{done:,} of {total:,} batches")
+        )
     rows = [("source", "tokens", "loss", "perplexity")]
     for source, loss in result.loss_by_source.items():
         rows.append((source, f"{result.tokens_by_source[source]:,}", f"{loss:.4f}", f"{perplexity(loss):.2f}"))

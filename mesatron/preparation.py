@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import typer
 from mesatron_data.manifest import Manifest
 from mesatron_data.progress import Progress
-from rich.console import Console
-from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
 
 from mesatron.errors import ConfigError
+from mesatron.terminal import bars
 
 
 def task_numbers(value: str) -> tuple[int, int]:
@@ -28,29 +25,16 @@ def task_numbers(value: str) -> tuple[int, int]:
 
 @contextmanager
 def preparation_bars() -> Iterator[Callable[[Progress], None]]:
-    """Bars on a terminal, and what moves them on; elsewhere a line every minute."""
-    console = Console(stderr=True)
-    text = TextColumn("{task.description:<8} {task.fields[figures]}")
-    spoken = time.monotonic()
-    with Bars(
-        text, BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), console=console,
-        disable=not console.is_terminal,
-    ) as bars:  # fmt: skip
-        ids: dict[str, TaskID] = {}
+    """`bars` for the steps of work on a corpus."""
+    with bars() as show:
 
-        def show(progress: Progress) -> None:
-            nonlocal spoken
+        def report(progress: Progress) -> None:
             figures = f"{progress.documents:,} documents"
             if progress.tokens is not None:
                 figures += f", {progress.tokens:,} tokens"
-            if progress.step not in ids:
-                ids[progress.step] = bars.add_task(progress.step, total=progress.total, figures=figures)
-            bars.update(ids[progress.step], completed=progress.done, figures=figures)
-            if not console.is_terminal and time.monotonic() > spoken + 60:
-                spoken = time.monotonic()
-                typer.echo(f"{progress.step} {progress.done / progress.total:.1%}, {figures}", err=True)
+            show(progress.step, progress.done, progress.total, figures)
 
-        yield show
+        yield report
 
 
 def print_manifest(folder: str, manifest: Manifest, what: str) -> None:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mesatron.config import Config, ModelConfig, load_config
+from mesatron.config import Config, ModelConfig, load_stored_config
 from mesatron.config.mixers import SECTIONS
 from mesatron.errors import DataError
 from mesatron.model.backbone import Backbone
@@ -88,7 +88,7 @@ def _config(text: str) -> Config:
         overrides = []
         if not torch.cuda.is_available():
             overrides = ["model.implementation=auto", *(f"model.{mixer}.implementation=auto" for mixer in SECTIONS)]
-        return load_config(Path(file.name), overrides)
+        return load_stored_config(Path(file.name), overrides)
 
 
 def _run(model: Backbone, layer: str, tensors: dict[str, Tensor]) -> Tensor:

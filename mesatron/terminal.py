@@ -1,11 +1,13 @@
-"""What the verbs of the command line share: arguments and tables."""
+"""What the verbs of the command line share: arguments, bars and tables."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +41,35 @@ def open_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack letters; standard error does so already
+
+
+@contextmanager
+def bars() -> Iterator[Callable[[str, int, int, str], None]]:
+    """Bars on a terminal, and what moves them on, called with the name of a step, how much is done of how much, and
+    figures to show; elsewhere a line every minute. What `print` shows meanwhile stands above them: not so typer.echo,
+    which goes around what they put in the place of the streams."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    text = TextColumn("{task.description:<8} {task.fields[figures]}")
+    spoken = time.monotonic()
+    with Progress(
+        text, BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), console=console,
+        disable=not console.is_terminal, redirect_stdout=sys.stdout.isatty(),
+    ) as shown:  # fmt: skip
+        ids: dict[str, TaskID] = {}
+
+        def show(step: str, done: int, total: int, figures: str) -> None:
+            nonlocal spoken
+            if step not in ids:
+                ids[step] = shown.add_task(step, total=total, figures=figures)
+            shown.update(ids[step], completed=done, figures=figures)
+            if not console.is_terminal and time.monotonic() > spoken + 60:
+                spoken = time.monotonic()
+                typer.echo(f"{step} {done / total:.1%}, {figures}", err=True)
+
+        yield show
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> None:

@@ -14,6 +14,7 @@ from mesatron.cluster.submission import Submission, array_folders, newest_job, r
 from mesatron.errors import ConfigError, last_report
 from mesatron.monitor.metrics import read_metrics
 from mesatron.summary import summarize
+from mesatron.train.stop import concerns, read_request
 
 SHOWN_DECISIONS = 5
 
@@ -45,9 +46,24 @@ def status(folder: Path) -> list[tuple[str, str]]:
     ends = history.records("end")
     last = f"; the last that ended: {ends[-1]['reason']}" if ends else ""
     lines.append(("attempts", f"{history.newest_attempt}{last}"))
+    if job and found.get("JobState") == "RUNNING":
+        lines += _under_way(history, attempt)
     decisions = history.records("decision")[-SHOWN_DECISIONS:]
     lines += [("decided", f"{record['what']} (attempt {record['attempt'] or 0})") for record in decisions]
     return lines
+
+
+def _under_way(history: History, attempt: int) -> list[tuple[str, str]]:
+    """Lines of a running job, whose newest start makes `attempt`: what it trains, unless that has ended already."""
+    begins = attempt > history.newest_attempt
+    number = max(attempt, history.newest_attempt)
+    if not begins and not history.is_running:
+        return []
+    step = history.first_step(number)
+    begun = f"attempt {number}{' begins' if begins else ''}, from {f'step {step}' if step else 'the start'}"
+    request = read_request(history.folder)
+    asked = [("asked", f"to stop ({request['reason']})")] if request and concerns(request, number) else []
+    return [("running", begun), *asked]
 
 
 def stop(folder: Path) -> Iterator[str]:

@@ -46,6 +46,12 @@ class History:
         folders = (self.folder / "checkpoints").glob("step-*")
         return max((int(path.name[5:]) for path in folders if STEP_FOLDER.fullmatch(path.name)), default=0)
 
+    def first_step(self, attempt: int) -> int:
+        """The step that an attempt went on from, or will as things are if it has not started; 0 from scratch."""
+        starts = (record for record in self.records("start") if record["attempt"] == attempt)
+        start = next(starts, None)
+        return self.saved_step if start is None else start["resumed_from"] or 0
+
     def decide(self, what: str, **details: str | int) -> None:
         """Add the line of an automatic decision, and say it on standard error, for a script may read the output."""
         say(f"{what}.")

@@ -16,7 +16,7 @@ from mesatron.cluster.network import endpoint, free_port, source_address
 from mesatron.cluster.request import FOR_CLUSTER, FOR_USER, asked_by_user, withdraw
 from mesatron.cluster.words import LastWords, forget
 from mesatron.config import Config, accumulation_steps, data_parallel_size
-from mesatron.errors import ConfigError, FencedError, PeerLostError, StoppedEarly, StorageError, UnfitError
+from mesatron.errors import ConfigError, FencedError, PeerLostError, StoppedEarly, StorageError, UnfitError, say
 from mesatron.files import replace_file
 
 LAUNCH_FOLDER = "launch"
@@ -73,6 +73,8 @@ def begin(config: Config) -> dict[str, str]:
     found = scheduler.known_fields(job)
     if int(found.get("Restarts", "0")) > _restarts():
         raise FencedError(f"Job {job} has been started again since, so this start of it ends.")
+    if _restarts():  # Slurm may have decided that when the node that runs this script was gone
+        say(f"job {job} was queued again; this is its start {_restarts() + 1}.")
     if previous:
         if previous.job != job:
             state = scheduler.patiently(scheduler.job_state, previous.job, previous.command)
@@ -126,6 +128,8 @@ def settle(config: Config) -> int:
         StorageError.exit_code: "its storage failed", KILLED: "it failed or was killed",
     }.get(code, f"it ended with {code}")  # fmt: skip
     if not scheduler.patiently(scheduler.may_be_requeued, note.job):
+        if int(scheduler.known_fields(note.job).get("Restarts", "0")) > _restarts():
+            say(f"Slurm queues job {note.job} again by itself.")
         return code
     if reason := asked_by_user(folder, note.attempt):
         history.decide(f"no requeue ({why}): attempt {note.attempt} was asked to stop ({reason})")

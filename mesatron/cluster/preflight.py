@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mesatron_data.errors import DataError
 from mesatron_data.files import storage_failed
 from mesatron_data.manifest import load_manifest
 from mesatron_data.tokenizer import Tokenizer
@@ -28,11 +29,11 @@ from mesatron_data.tokenizer import Tokenizer
 from mesatron.cluster.job import LAUNCH_FOLDER, UNFIT_FILE
 from mesatron.cluster.words import FOLDER, node_name
 from mesatron.config import Config, check_prepared
-from mesatron.errors import REPORTED, ConfigError, MesatronError, PeerLostError, StorageError, UnfitError
+from mesatron.errors import REPORTED, ConfigError, DiskFullError, MesatronError, PeerLostError, StorageError, UnfitError
 from mesatron.files import replace_file
 from mesatron.kernel_choice import choose_kernels
 from mesatron.parallel import distributed
-from mesatron.parallel.distributed import place, variable
+from mesatron.parallel.distributed import Place, place
 from mesatron.versions import installed_version
 
 LEAST_SHARED_MEMORY = 64 << 20  # bytes; what the collectives of a node need at most
@@ -42,13 +43,12 @@ LARGEST_SKEW_SECONDS = 5.0
 REDUCED_BYTES = {"gloo": 16 << 20, "nccl": 256 << 20}
 ROUNDS = 3
 
+Kind = type[MesatronError] | type[DataError]
+
 
 @dataclass
 class Findings:
-    """What a process says of its node: `problems`, a clause each, and `facts` that should be the same everywhere.
-
-    storage_failed: a problem may be gone at another start.
-    """
+    """What a process says of its node: `problems`, a clause each, and `facts` that should be the same everywhere."""
 
     node: str
     problems: list[str] = field(default_factory=list)
@@ -56,41 +56,45 @@ class Findings:
     has_gpu: bool = False
     is_shared: bool = False
     """Whether one of the problems may be the config's or a shared folder's, so that no other node would do better."""
-    storage_failed: bool = False
+    kinds: list[Kind] = field(default_factory=list)
+    """What a training would raise for them, where that is known."""
 
-    def add(self, problem: str, is_shared: bool = False) -> None:
+    def add(self, problem: str, is_shared: bool = False, kind: Kind | None = None) -> None:
         self.problems.append(problem)
         self.is_shared |= is_shared
+        self.kinds += [kind] if kind else []
 
 
-def examine(config: Config) -> Findings:
-    """This process's node, without any other."""
+def examine(config: Config, here: Place) -> Findings:
+    """The node of this process, which is `here`, without any other."""
     found = Findings(node_name())
-    local_rank, local_size = variable("LOCAL_RANK", 0), variable("LOCAL_WORLD_SIZE", 1)
 
     def attempt(check: Callable[[], None], is_shared: bool) -> None:
         try:
             check()
-        except (*REPORTED, OSError, RuntimeError) as error:
-            found.add(" ".join(str(error).split()).rstrip("."), is_shared or isinstance(error, REPORTED))
-            found.storage_failed |= storage_failed(error) or getattr(error, "exit_code", 0) == StorageError.exit_code
+        except REPORTED as error:
+            found.add(_clause(error), True, type(error))
+        except (OSError, RuntimeError) as error:
+            found.add(_clause(error), is_shared, StorageError if storage_failed(error) else None)
 
     def gpus() -> None:
         found.has_gpu = torch.cuda.is_available()
         count = torch.cuda.device_count()
-        found.facts["GPUs"] = f"{count} x {torch.cuda.get_device_name(local_rank)}" if found.has_gpu else "none"
         if not found.has_gpu:
+            found.facts["GPUs"] = "none"
+            choose_kernels(config, torch.device("cpu"))
             return
-        if count < local_size:
+        if count < here.local_size:
             given = int(os.environ.get("SLURM_GPUS_ON_NODE", "0"))
-            found.add(f"it has {count} GPUs for {local_size} processes", is_shared=local_size > given)
+            found.add(f"it has {count} GPUs for {here.local_size} processes", is_shared=here.local_size > given)
             return
-        free, total = torch.cuda.mem_get_info(local_rank)
+        found.facts["GPUs"] = f"{count} x {torch.cuda.get_device_name(here.local_rank)}"
+        free, total = torch.cuda.mem_get_info(here.local_rank)
         found.facts["GPU memory in GiB"] = f"{total / 2**30:.0f}"
         if free < LEAST_FREE_GPU_MEMORY * total:
-            found.add(f"GPU {local_rank} has only {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
-        if local_rank == 0:  # remembered for the others
-            choose_kernels(config, torch.device("cuda", local_rank))
+            found.add(f"GPU {here.local_rank} has only {free / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+        if here.local_rank == 0:  # remembered for the others
+            choose_kernels(config, torch.device("cuda", here.local_rank))
 
     def versions() -> None:
         found.facts["torch"] = torch.__version__
@@ -110,6 +114,7 @@ def examine(config: Config) -> Findings:
             found.add(
                 f"{config.run_folder} has {free / 1e9:.1f} GB free, two checkpoints take {needed / 1e9:.1f}",
                 is_shared=True,
+                kind=DiskFullError,
             )
 
     def data() -> None:
@@ -126,11 +131,16 @@ def examine(config: Config) -> Findings:
     return found
 
 
+def _clause(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
 def judge(findings: Sequence[Findings]) -> dict[str, str]:
     """The nodes that are unfit, with the reason; empty if all is well.
 
-    Raises ConfigError for a problem that all nodes have, since other nodes would have it too, or StorageError; where
-    there is but one, for a problem that is not its own.
+    Raises what a training would for a problem that all nodes have, since other nodes would have it too; where there is
+    but one, for a problem that is not its own: StorageError before all else, since another start may help, ConfigError
+    for what is not known.
     """
     nodes = {finding.node for finding in findings}
     unfit: dict[str, str] = {}
@@ -139,7 +149,8 @@ def judge(findings: Sequence[Findings]) -> dict[str, str]:
             unfit.setdefault(finding.node, "; ".join(finding.problems))
     if nodes == unfit.keys() and (len(nodes) > 1 or any(finding.is_shared for finding in findings)):
         node, why = next(iter(unfit.items()))
-        kind = StorageError if any(finding.storage_failed for finding in findings) else ConfigError
+        kinds: list[Kind] = [kind for finding in findings for kind in finding.kinds]
+        kind = min(kinds, key=lambda kind: kind.exit_code != StorageError.exit_code, default=ConfigError)
         raise kind(f"No node is fit for the run: on {node}, {why}.")
     for fact in sorted({name for finding in findings for name in finding.facts}):
         values = Counter(finding.facts.get(fact, "none") for finding in findings if finding.node not in unfit)
@@ -155,16 +166,16 @@ def judge(findings: Sequence[Findings]) -> dict[str, str]:
 def run(config: Config, seconds: float) -> str:
     """Examine all nodes together; returns a line of what was found, the same in all processes.
 
-    Raises UnfitError naming nodes that are unfit, ConfigError or StorageError for what is wrong everywhere, and
+    Raises UnfitError naming nodes that are unfit, for what is wrong everywhere what a training would (see `judge`), and
     PeerLostError when not all processes have answered within `seconds`.
     """
+    here = place()
     config.run_folder.mkdir(parents=True, exist_ok=True)
-    own = examine(config)
-    rank, size = place()
+    own = examine(config, here)
     timeout = datetime.timedelta(seconds=seconds)
-    store = dist.HashStore() if size == 1 else None
+    store = dist.HashStore() if here.size == 1 else None
     try:
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=here.rank, world_size=here.size, timeout=timeout)
         findings = _gather(own)
         seen = _gather_shared(config.run_folder / LAUNCH_FOLDER)
         offsets = _clock_offsets()
@@ -176,11 +187,12 @@ def run(config: Config, seconds: float) -> str:
         unfit = judge(findings)
         if unfit:
             _tell(unfit)
-            raise _by_all(UnfitError("; ".join(f"Node {node} is unfit: {why}" for node, why in unfit.items()) + "."))
+            raise UnfitError("; ".join(f"Node {node} is unfit: {why}" for node, why in unfit.items()) + ".")
         backend = "nccl" if own.has_gpu else "gloo"
-        reduced = _try_reduce(backend, timeout) if size > 1 else ""
-    except (ConfigError, StorageError) as error:
-        raise _by_all(error) from None
+        reduced = _try_reduce(backend, here, timeout) if here.size > 1 else ""
+    except REPORTED as error:
+        error.already_reported = dist.get_rank() != 0  # type: ignore[union-attr]  # all raise it
+        raise
     except (RuntimeError, dist.DistError) as error:
         if distributed.is_lost_peer(error) or "timed out" in str(error).lower():
             raise PeerLostError("Not all processes have answered.") from error
@@ -191,7 +203,7 @@ def run(config: Config, seconds: float) -> str:
     nodes = len({finding.node for finding in findings})
     facts = ", ".join(f"{name} {value}" for name, value in own.facts.items())
     return (
-        f"{nodes} {'node is' if nodes == 1 else 'nodes are'} fit: {size} processes, {reduced}clocks within "
+        f"{nodes} {'node is' if nodes == 1 else 'nodes are'} fit: {here.size} processes, {reduced}clocks within "
         f"{max(map(abs, offsets)):.2f} s, {facts}"
     )
 
@@ -227,12 +239,12 @@ def _clock_offsets() -> list[float]:
     return [min(offsets, key=abs) for offsets in zip(*tries, strict=True)]
 
 
-def _try_reduce(backend: str, timeout: datetime.timedelta) -> str:
+def _try_reduce(backend: str, here: Place, timeout: datetime.timedelta) -> str:
     """How fast all processes add up a large tensor. Raises UnfitError, in all of them, if it comes out wrong."""
-    rank, size, amount = dist.get_rank(), dist.get_world_size(), REDUCED_BYTES[backend]
+    rank, size, amount = here.rank, here.size, REDUCED_BYTES[backend]
     device = torch.device("cpu")
     if backend == "nccl":
-        device = torch.device("cuda", variable("LOCAL_RANK", 0))
+        device = torch.device("cuda", here.local_rank)
         torch.cuda.set_device(device)
     group = dist.new_group(backend=backend, timeout=timeout)
     values, seconds, wrong = torch.empty(amount // 4, device=device), [], 0
@@ -246,16 +258,10 @@ def _try_reduce(backend: str, timeout: datetime.timedelta) -> str:
     results = _gather((node_name(), min(seconds), wrong))
     places = sorted({node for node, _, wrong in results if wrong})
     if places:
-        raise _by_all(UnfitError(f"An all-reduce over {backend} comes out wrong on {', '.join(places)}."))
+        raise UnfitError(f"An all-reduce over {backend} comes out wrong on {', '.join(places)}.")
     sent = 2 * (size - 1) / size * amount  # by each process, at the least
     speed = sent / max(slowest for _, slowest, _ in results)
     return f"all-reduce of {amount >> 20} MiB at {speed / 1e9:.2f} GB/s over {backend}, "
-
-
-def _by_all(error: MesatronError) -> MesatronError:
-    """`error`, which all processes raise, for the first one to report."""
-    error.already_reported = dist.get_rank() != 0
-    return error
 
 
 def _tell(unfit: dict[str, str]) -> None:

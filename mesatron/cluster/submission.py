@@ -93,14 +93,16 @@ def plan(file: Path, overrides: Sequence[str], sweep: Sequence[str], request: Re
     Raises ConfigError when a config is wrong, when its layout or batch does not fit the nodes and processes asked for,
     or when two points of a sweep are one run.
     """
-    whole = load_config(file, overrides)
+    points = _points(sweep)
+    # With values of the sweep, for those that they replace need not fit.
+    whole = load_config(file, [*overrides, *points[0][1]])
     if not sweep:
         files = _job(whole, request)
         return Plan(files, _launch_folder(whole) / SCRIPT, [_launch_folder(whole).parent])
-    configs = [load_config(file, [*overrides, *point]) for point in _points(whole.name, sweep)]
-    for folder, points in Counter(config.run_folder for config in configs).items():
-        if points > 1:
-            raise ConfigError(f"--sweep has {points} points whose run folder is {folder}; give each value once.")
+    configs = [load_config(file, [*overrides, *point, f"name={whole.name}-{suffix}"]) for suffix, point in points]
+    for folder, number in Counter(config.run_folder for config in configs).items():
+        if number > 1:
+            raise ConfigError(f"--sweep has {number} points whose run folder is {folder}; give each value once.")
     return plan_array(configs, whole.runs_folder / f"{whole.name}-sweep", whole.name, request)
 
 
@@ -322,8 +324,8 @@ def _script(config: Config, request: Request, options: Mapping[str, str], argume
     return head + body.replace(SETTINGS_LINE, settings)
 
 
-def _points(name: str, sweep: Sequence[str]) -> list[list[str]]:
-    """Overrides for every combination of the values in `key=a,b`, each with a name of its own for its run."""
+def _points(sweep: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """What to add to the name of its run, and the overrides, for every combination of the values in `key=a,b`."""
     axes = []
     for axis in sweep:
         key, separator, values = axis.partition("=")
@@ -333,8 +335,7 @@ def _points(name: str, sweep: Sequence[str]) -> list[list[str]]:
     points = []
     for point in itertools.product(*axes):
         suffix = "-".join(f"{key.rpartition('.')[2]}-{value}" for key, value in point)
-        run = re.sub("[^A-Za-z0-9._-]", "_", f"{name}-{suffix}")
-        points.append([*(f"{key}={value}" for key, value in point), f"name={run}"])
+        points.append((re.sub("[^A-Za-z0-9._-]", "_", suffix), [f"{key}={value}" for key, value in point]))
     return points
 
 

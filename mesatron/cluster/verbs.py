@@ -13,12 +13,14 @@ import typer
 from mesatron.errors import ConfigError
 from mesatron.terminal import ConfigFile, Overrides, RunFolder
 
+ONE_TASK = "a node has one task, in which torchrun starts its processes; set launch.processes_per_node"
 DECIDED = {
     "job-name": "a job has the name of its run",
     "output": "it lies in the run folder",
     "chdir": "a job works where it is submitted",
     "signal": "set launch.stop_signal and launch.lead_seconds",
     "array": "the runs of a sweep or a comparison are one",
+    **dict.fromkeys(("ntasks", "ntasks-per-gpu", "ntasks-per-node", "tasks-per-node"), ONE_TASK),
 }
 """Options of sbatch that a submission sets by itself, and what stands for them."""
 
@@ -140,8 +142,9 @@ def sbatch_options(given: Sequence[str] | None) -> dict[str, str]:
         raise ConfigError("--sbatch takes NAME=VALUE, such as --sbatch constraint=h100.")
     if not re.fullmatch("[1-9][0-9]*", options.get("nodes", "1")):
         raise ConfigError(f"--sbatch nodes={options['nodes']} is no number of nodes; give 1 or more.")
-    for name in DECIDED.keys() & options.keys():
-        raise ConfigError(f"--sbatch {name}={options[name]} cannot be given: {DECIDED[name]}.")
+    for name, value in options.items():
+        if name in DECIDED and (name, value) != ("ntasks-per-node", "1"):  # which the script says too
+            raise ConfigError(f"--sbatch {name}={value} cannot be given: {DECIDED[name]}.")
     return options
 
 

@@ -40,12 +40,12 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
     return config
 
 
-def load_stored_config(path: Path) -> Config:
-    """The config that a run wrote into its folder or a checkpoint, as that was trained.
+def load_stored_config(path: Path, overrides: Iterable[str] = ()) -> Config:
+    """The config that a run wrote into its folder or a checkpoint, as that was trained but for `overrides`.
 
     Fields that an earlier version let pass together do no harm to what reads it. Otherwise raises as `load_config`.
     """
-    return _resolve(path, ())
+    return _resolve(path, overrides)
 
 
 def _resolve(path: Path, overrides: Iterable[str]) -> Config:

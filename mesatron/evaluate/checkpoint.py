@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from mesatron_data.batch import Batch
 from mesatron_data.manifest import load_manifest
 from mesatron_data.stream import ValidationSet
 from torch import Tensor
@@ -69,10 +71,13 @@ def load_model(path: Path, solver: dict[str, Any] | None = None) -> TrainedModel
     return TrainedModel(model.to(device, dtype).eval(), config, reader, device)
 
 
-def evaluate_perplexity(trained: TrainedModel, data_folder: str | None = None) -> Perplexity:
+def evaluate_perplexity(
+    trained: TrainedModel, data_folder: str | None = None, progress: Callable[[int, int], None] = lambda *_: None
+) -> Perplexity:
     """Perplexity on the whole validation split of the run's own data, or of `data_folder`.
 
-    Raises DataError when the shards do not fit the model, or its own are not those that it was trained on any more.
+    `progress` gets how many batches of how many are done. Raises DataError when the shards do not fit the model, or its
+    own are not those that it was trained on any more.
     """
     config = trained.config
     folder = data_folder or config.data.folder
@@ -95,4 +100,11 @@ def evaluate_perplexity(trained: TrainedModel, data_folder: str | None = None) -
         folder, config.evaluate.micro_batch_size, cache_folder=data.cache_folder,
         cache_limit_bytes=data.cache_limit_bytes,
     )  # fmt: skip
-    return measure(losses, iter(validation), manifest, Layout(World(0, 1, trained.device)))
+
+    def batches() -> Iterator[Batch]:
+        for done, batch in enumerate(validation):
+            progress(done, len(validation))
+            yield batch
+        progress(len(validation), len(validation))
+
+    return measure(losses, batches(), manifest, Layout(World(0, 1, trained.device)))

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -115,24 +115,14 @@ class World:
 def start(patience_seconds: float = 0.0) -> World:
     """Join the processes that torchrun started, or be the only one; returns this process's place.
 
-    gloo on CPUs; on GPUs NCCL for device tensors and gloo for host ones, for one process too. Raises ConfigError when
-    the launcher's variables are wrong or incomplete: a guessed LOCAL_WORLD_SIZE would put all ranks of a node
-    on one GPU; and HungError when a process has not come within `patience_seconds` (0: COLLECTIVE_TIMEOUT).
+    gloo on CPUs; on GPUs NCCL for device tensors and gloo for host ones, for one process too. Raises ConfigError as
+    `place` and where a process has no GPU, and HungError when one has not come within `patience_seconds` (0:
+    COLLECTIVE_TIMEOUT).
     """
     patience_seconds = patience_seconds or COLLECTIVE_TIMEOUT.total_seconds()
-    rank, size = place()
-    if size > 1:
-        for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            if name not in os.environ:
-                raise ConfigError(f"WORLD_SIZE is {size} but {name} is not set; start the processes with torchrun.")
-    elif variable("SLURM_STEP_NUM_TASKS", 1) > 1:
-        raise ConfigError(
-            f"srun has started {os.environ['SLURM_STEP_NUM_TASKS']} processes that know nothing of each other; let it "
-            "start one torchrun on each node, as launchers/slurm/train.sbatch does."
-        )
-    else:  # DeepSpeed reads these itself
+    rank, size, local_rank, _ = place()
+    if size == 1:  # DeepSpeed reads these itself
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    local_rank = variable("LOCAL_RANK", 0)
     _end_with_launcher()
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "64")  # so many collectives are remembered for the watchdog
     if torch.cuda.is_available():
@@ -168,15 +158,35 @@ def variable(name: str, default: int) -> int:
     return int(value)
 
 
-def place() -> tuple[int, int]:
-    """This process's rank and the number of processes, as a launcher has put them into the environment.
+class Place(NamedTuple):
+    """A process's number among all processes, and among those of its node; its number there is that of its GPU."""
 
-    Raises ConfigError for what no launcher puts there.
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def place() -> Place:
+    """This process's place, as a launcher has put it into the environment; that of one alone without a launcher.
+
+    Raises ConfigError for what no launcher puts there, and when a part is missing: a guessed LOCAL_RANK would put all
+    processes of a node on one GPU.
     """
     rank, size = variable("RANK", 0), variable("WORLD_SIZE", 1)
     if rank >= size:
         raise ConfigError(f"RANK is {rank} but WORLD_SIZE {size}; unset both, or start the processes with torchrun.")
-    return rank, size
+    if size == 1:
+        if variable("SLURM_STEP_NUM_TASKS", 1) > 1:
+            raise ConfigError(
+                f"srun has started {os.environ['SLURM_STEP_NUM_TASKS']} processes that know nothing of each other; let "
+                "it start one torchrun on each node, as launchers/slurm/train.sbatch does."
+            )
+        return Place(0, 1, 0, 1)
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ConfigError(f"WORLD_SIZE is {size} but {name} is not set; start the processes with torchrun.")
+    return Place(rank, size, variable("LOCAL_RANK", 0), variable("LOCAL_WORLD_SIZE", 1))
 
 
 def node_key(rank: int) -> str:

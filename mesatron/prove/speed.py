@@ -93,7 +93,8 @@ def measure(
         f"monitor.profile_step={last}",
     ]
     settings = [*overrides, *own]
-    config = load_config(file, settings)
+    # The layout and the micro-batch of the file are not those that train; one sequence in one process always fits.
+    config = load_config(file, [*settings, *Case().parallel, *(["train.micro_batch_size=1"] if micro_batches else [])])
     folder.mkdir(parents=True)
     counts = {"train": config.train.global_batch_size * last, "validation": 64}
     write_shards(folder / "shards", config.model.vocabulary_size, config.data.context_length, counts, seed=1)

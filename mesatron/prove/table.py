@@ -143,11 +143,18 @@ def compare(case: Case, found: Trace, expected: Trace, precision: str = "fp32") 
     )
 
 
-def table(prover: Prover, cases: Iterable[Case], show: Callable[[str], None], explain: Callable[[str], None]) -> bool:
-    """Prove `cases` and show a line of each; returns whether all hold. `explain` gets the logs of those that failed."""
+def table(
+    prover: Prover, cases: Iterable[Case], show: Callable[[str], None], explain: Callable[[str], None],
+    begin: Callable[[int, str], None] = lambda done, name: None,
+) -> bool:  # fmt: skip
+    """Prove `cases` and show a line of each; returns whether all hold. `explain` gets the logs of those that failed.
+
+    `begin` gets the number of cases done and the name of the next before each.
+    """
     show(f"{'layout':48} {'loss':>8} {'norm':>8} {'gradient':>8} {'weights':>8}  verdict")
     hold = True
-    for case in cases:
+    for done, case in enumerate(cases):
+        begin(done, case.name)
         try:
             verdict = prover.prove(case)
         except WorldFailed as error:

@@ -4,20 +4,24 @@
 import json
 import math
 import os
+import pty
 import re
+import select
 import shlex
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from mesatron_data.stream import ValidationSet
 from mesatron_data.tokenizer import Tokenizer
 
 from mesatron.config import Config, load_config
@@ -27,19 +31,21 @@ from mesatron.evaluate.generation import generate
 ROOT = Path(__file__).parents[2]
 
 
-def start(*arguments: str | Path) -> subprocess.Popen[str]:
+def start(
+    *arguments: str | Path, environment: dict[str, str] | None = None, errors: int = subprocess.PIPE
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "mesatron", *map(str, arguments)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=errors,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (environment or {}),
     )
 
 
-def mesatron(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    process = start(*arguments)
+def mesatron(*arguments: str | Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    process = start(*arguments, environment=environment)
     out, errors = process.communicate(timeout=60)
     return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
 
@@ -50,9 +56,9 @@ def output_of(*arguments: str | Path) -> str:
     return done.stdout
 
 
-def mistake(code: int, *arguments: str | Path) -> str:
+def mistake(code: int, *arguments: str | Path, environment: dict[str, str] | None = None) -> str:
     """The one line that a mistake must end in."""
-    done = mesatron(*arguments)
+    done = mesatron(*arguments, environment=environment)
     assert done.returncode == code, done.stderr
     assert re.fullmatch(r"mesatron: [^\n]+\n", done.stderr), done.stderr
     assert done.stdout == ""
@@ -105,8 +111,6 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., 
         ("data prepare {config} --task 3", 2, "--task 3 is not of the form K/N"),
         ("data prepare {config} --task 2/2", 2, "--task 2/2: there is no such task; N tasks count from 0 to N - 1"),
         ("data prepare {config} data.folder={nowhere} model.vocabulary_size=600", 3, "{model} has 512 pieces"),
-        ("train {config} model.mesa.implementation=triton runs_folder={nowhere}-runs", 2, "needs a GPU"),
-        ("train {config} model.implementation=triton runs_folder={nowhere}-runs", 2, "model.implementation is triton"),
         ("train {config} runs_folder={broken}", 2, "Cannot make the run folder"),
         ("summary {run}/checkpoints/latest", 2, "is a checkpoint; give the run folder"),
         ("data verify {empty}", 3, "No manifest.json in {empty}"),
@@ -139,6 +143,13 @@ def places(tmp_path_factory: pytest.TempPathFactory, tiny_config: Callable[..., 
 def test_mistakes_end_in_one_line(places: dict, command: str, code: int, expected: str) -> None:
     line = mistake(code, *(word.format(**places) for word in command.split(" ")))
     assert expected.format(**places) in line
+
+
+@pytest.mark.parametrize("key", ["model.mesa.implementation", "model.implementation"])
+def test_triton_needs_a_gpu(places: dict, key: str) -> None:
+    settings = [f"{key}=triton", f"runs_folder={places['nowhere']}-runs"]
+    line = mistake(2, "train", places["config"], *settings, environment={"CUDA_VISIBLE_DEVICES": ""})
+    assert line == f"mesatron: {key} is triton, which needs a GPU; choose torch or auto here.\n"
 
 
 def test_another_tokenizer_of_the_same_size_is_noticed(tmp_path: Path, places: dict) -> None:
@@ -394,10 +405,55 @@ def test_evaluate_and_inspect(trained_run: Path) -> None:
     assert "embedding.weight  [512, 36]" in inspected
 
 
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, Callable[[str], str]]]:
+    """The end of a terminal to give to a process, and what waits until it shows a text and returns all it has shown."""
+    ours, theirs = pty.openpty()
+    shown = ""
+
+    def wait(text: str) -> str:
+        nonlocal shown
+        end = time.monotonic() + 60
+        while text not in shown and time.monotonic() < end:
+            if select.select([ours], [], [], 1.0)[0]:
+                shown += os.read(ours, 4096).decode()
+        assert text in shown, shown
+        return shown
+
+    yield theirs, wait
+    os.close(ours)
+    os.close(theirs)
+
+
+VISIBLE = {"TERM": "xterm", "COLUMNS": "120"}
+
+
+def test_evaluation_shows_on_a_terminal_how_far_it_is(trained_run: Path, terminal: tuple) -> None:
+    theirs, wait = terminal
+    process = start("evaluate", "perplexity", trained_run, errors=theirs, environment=VISIBLE)
+    batches = len(ValidationSet(load_config(trained_run / "config.yaml").data.folder, 64))
+    wait(f"0 of {batches} batches")
+    wait(f"{batches} of {batches} batches")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert out.startswith(f"{trained_run}/checkpoints/step-00000006\n")
+    assert "batches" not in out
+
+
+def test_layouts_are_under_way_before_the_first_row(places: dict, terminal: tuple) -> None:
+    theirs, wait = terminal
+    process = start("bench", "layouts", places["config"], errors=theirs, environment=VISIBLE)
+    assert "tokens/s" not in wait("0 of 1")
+    process.send_signal(signal.SIGINT)
+    wait("mesatron: interrupted")
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+
+
 def test_generate_prints_what_the_model_draws(trained_run: Path) -> None:
     trained = load_model(trained_run)
     tokenizer = Tokenizer.load(trained.config.data.folder)
-    prompt = torch.tensor([tokenizer.bos_id, *tokenizer.encode("One day")])
+    prompt = torch.tensor([tokenizer.bos_id, *tokenizer.encode("One day")], device=trained.device)
     drawn = list(generate(trained.model, prompt, 40, temperature=1.0, top_p=0.9, seed=4))
     text = tokenizer.decode(drawn[: drawn.index(tokenizer.bos_id)] if tokenizer.bos_id in drawn else drawn)
     assert len(text) > 30

@@ -37,6 +37,7 @@ def test_stopped_and_resumed(training: Make, untouched: Training) -> None:
         status = run.verb("launch", "status", str(run.folder)).stdout
         assert f"job        {run.job}, RUNNING on n1 n2\noutput     {run.output}\n" in status
         assert "said " not in status
+        assert re.search("(?m)^running    attempt 2 begins, from (step [0-9]+|the start)$", status)
         run.verb("launch", "stop", str(run.folder))
         job_file.write_text(noted)
     run.finish(code=75)
@@ -49,6 +50,11 @@ def test_stopped_and_resumed(training: Make, untouched: Training) -> None:
     # Also where it was submitted from a folder with another copy, which Python looks at first.
     (run.folder / "launch/code/mesatron/__init__.py").write_text("import sys; print('the copy', file=sys.stderr)")
     run.take_job(run.verb("launch", "resume", str(run.folder)).stdout)
+    run.wait_for_step(reached + 1)
+    with run.paused():
+        status = run.verb("launch", "status", str(run.folder)).stdout
+        assert f"\nrunning    attempt 2, from step {reached}\n" in status
+        assert "asked " not in status
     run.finish()
     assert "the copy" in run.text()
     assert run.records("start")[1]["resumed_from"] >= 7
@@ -59,6 +65,26 @@ def test_stopped_and_resumed(training: Make, untouched: Training) -> None:
     folder = run.verb("launch", "status", str(run.folder / "launch"), check=False)
     assert folder.returncode == 2
     assert "launch is no run folder: it has neither attempts nor a job" in folder.stderr
+
+
+def test_a_run_that_is_looked_at_and_stopped_in_preflight(training: Make) -> None:
+    run = training("run", **{"launch.preflight_seconds": 300})
+    run.launch()
+
+    def last_lines() -> list[str]:
+        return run.verb("launch", "status", str(run.folder)).stdout.splitlines()[-2:]
+
+    run.cluster.wait_for(lambda: run.workers("n1"), 60, "preflight to begin")
+    with run.paused():
+        assert last_lines()[-1] == "running    attempt 1 begins, from the start"
+        run.verb("launch", "stop", str(run.folder))
+        assert last_lines() == [
+            "running    attempt 1 begins, from the start",
+            "asked      to stop (mesatron launch stop)",
+        ]
+    run.finish(code=75)
+    assert run.step() == 0
+    assert [line.split()[0] for line in last_lines()] == ["step", "attempts"]
 
 
 @pytest.mark.long
@@ -317,10 +343,11 @@ def test_a_job_that_a_person_holds_stays_held(training: Make, verb: str, reason:
 
 def test_a_job_that_fails_before_it_trains_says_why(training: Make) -> None:
     run = training()
-    run.launch("--sbatch=ntasks-per-node=2")
+    run.launch("--sbatch=gpus=4", "parallel.data_size=2")
     run.cluster.wait_for_state(run.job, "FAILED")
     status = run.verb("launch", "status", str(run.folder)).stdout
-    assert f"output     {run.output}\nsaid       The job has 2(x2) tasks per node, but one torchrun on each" in status
+    assert f"output     {run.output}\nsaid       parallel.data_size 2 times parallel.tensor_size" in status
+    assert "calls for 2 processes, not 4" in status
 
 
 def test_what_slurm_refuses_leaves_no_trace(training: Make) -> None:
@@ -363,6 +390,7 @@ def test_what_cannot_fit_is_refused_before_it_is_submitted(training: Make) -> No
         ("--nodes=1", "parallel.tensor_size=2"): "must be a multiple of parallel.tensor_size",
         ("--nodes=2", "--sweep=train.peak_lr"): "--sweep train.peak_lr is not of the form key=value,value",
         ("--sweep=train.seed=1,2,1",): "runs/tiny-seed-1; give each value once",
+        ("--nodes=2", "--sbatch=ntasks-per-node=2"): "ntasks-per-node=2 cannot be given: a node has one task",
         ("--nodes=2", "--partition=none"): "invalid partition specified: none",
     }.items():
         done = run.verb("launch", "slurm", str(run.config), *options, check=False)

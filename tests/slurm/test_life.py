@@ -37,6 +37,7 @@ def test_the_clusters_signal_a_killed_rank_and_a_crashed_node(training: Make, un
     run.cluster.boot("n1")
     run.finish()
     run.check_equals(untouched)
+    assert f"mesatron: job {run.job} was queued again; this is its start 4.\n" in run.text()
     assert [end["exit_code"] for end in run.records("end")] == [76, 8, None, 0]
     assert run.records("start")[1]["resumed_from"] >= 7
     assert run.decisions() == [
@@ -226,6 +227,8 @@ def test_an_unplugged_node(training: Make, untouched: Training, node: str) -> No
         run.cluster.plug(node)
     run.finish()
     run.check_equals(untouched)
+    if node == "n2":  # else the batch script is out of reach
+        assert f"mesatron: Slurm queues job {run.job} again by itself.\n" in run.text()
 
 
 @pytest.mark.long

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from mesatron_data.errors import DataError
 from slurm_training import Training
 
 from mesatron.cluster import preflight
 from mesatron.cluster.preflight import Findings, judge
 from mesatron.cluster.words import FOLDER
 from mesatron.config import load_config
-from mesatron.errors import ConfigError, StorageError, UnfitError
+from mesatron.errors import ConfigError, DiskFullError, StorageError, UnfitError
 
 Make = Callable[..., Training]
 
@@ -84,7 +85,7 @@ def test_what_only_some_nodes_have_is_theirs() -> None:
 def test_what_all_nodes_have_is_no_nodes_fault() -> None:
     with pytest.raises(ConfigError, match="No node is fit for the run: on n1, no data"):
         judge([node("n1", "no data"), node("n2", "no data")])
-    late = Findings("n2", ["no answer"], is_shared=True, storage_failed=True)
+    late = Findings("n2", ["no answer"], is_shared=True, kinds=[DataError, StorageError])
     with pytest.raises(StorageError, match="No node is fit for the run: on n2, no answer"):
         judge([late])
 
@@ -103,5 +104,5 @@ def test_a_node_that_is_alone_is_unfit_by_what_is_its_own(
     assert list(unfit) == ["n1"]
     assert unfit["n1"].startswith("/dev/shm has")
     monkeypatch.setattr(preflight, "CHECKPOINT_BYTES", 1 << 60)
-    with pytest.raises(ConfigError, match=r"^No node is fit for the run: on n1, /dev/shm .*; .*two checkpoints take"):
+    with pytest.raises(DiskFullError, match=r"^No node is fit for the run: on n1, /dev/shm .*; .*two checkpoints take"):
         preflight.run(config, 60)

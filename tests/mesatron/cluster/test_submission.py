@@ -44,6 +44,15 @@ def test_values_that_sbatch_would_cut_short_are_quoted(tmp_path: Path, tiny_conf
     assert "#SBATCH --job-name=tiny" in lines
 
 
+def test_a_sweep_may_replace_what_does_not_fit(tmp_path: Path, tiny_config: Callable[..., Path]) -> None:
+    file, request = tiny_config(tmp_path), Request({"nodes": "1"}, {})
+    planned = plan(file, ["train.global_batch_size=3"], ["train.micro_batch_size=1,3"], request)
+    assert planned.script == tmp_path / "runs/tiny-sweep/launch/train.sbatch"
+    assert planned.run_folders == [tmp_path / f"runs/tiny-micro_batch_size-{size}" for size in (1, 3)]
+    with pytest.raises(ConfigError, match="3 = 1 x 2 \\+ 1"):
+        plan(file, ["train.global_batch_size=3"], ["train.micro_batch_size=1,2"], request)
+
+
 @pytest.mark.parametrize("name", ["a:b", "a\\b"])
 def test_folders_that_slurm_or_python_would_misread_are_refused(
     name: str, tmp_path: Path, tiny_config: Callable[..., Path]

@@ -37,7 +37,7 @@ def test_the_weights_are_the_newest_checkpoint_s(trained: TrainedModel, trained_
     with safe_open(trained.checkpoint.folder / "weights-00000.safetensors", framework="pt") as file:
         parameters = dict(trained.model.named_parameters())
         assert set(file.keys()) == set(parameters)
-        assert all(torch.equal(parameters[name], file.get_tensor(name)) for name in parameters)
+        assert all(torch.equal(parameters[name].cpu(), file.get_tensor(name)) for name in parameters)
     assert not trained.model.training
 
 
@@ -50,10 +50,10 @@ def test_losses_by_source_and_position_are_plain_means(trained: TrainedModel, me
     validation = ValidationSet(str(folder), 64)
     for batch in validation:
         with torch.no_grad():
-            x = trained.model.embedding(batch.tokens)
+            x = trained.model.embedding(batch.tokens.to(trained.device))
             for block in trained.model.blocks:
                 x, _ = block(x)
-            log_probabilities = F.log_softmax(trained.model.embedding(trained.model.norm(x)).double(), -1)
+            log_probabilities = F.log_softmax(trained.model.embedding(trained.model.norm(x)).cpu().double(), -1)
         for row in range(len(batch.tokens)):
             for position, target in enumerate(batch.targets[row].tolist()):
                 if target != IGNORED_TARGET:
@@ -79,7 +79,7 @@ def test_training_logged_the_same(trained: TrainedModel, trained_run: Path) -> N
     validation = ValidationSet(str(folder), 16, max_samples=16)
     batch = next(iter(validation))
     with torch.no_grad():
-        losses = trained.model(batch.tokens, batch.targets)
+        losses = trained.model(batch.tokens.to(trained.device), batch.targets.to(trained.device)).cpu()
     assert last["validation/loss"] == pytest.approx((losses.sum() / (batch.targets != IGNORED_TARGET).sum()).item())
 
 
@@ -87,7 +87,7 @@ def test_solver_settings_can_be_replaced(trained_run: Path, trained: TrainedMode
     coarse = load_model(trained_run, {"solver_steps": 1, "solver_tolerance": 0.0})
     mesa = coarse.config.model.mesa
     assert (mesa.solver_steps, mesa.solver_tolerance) == (1, 0.0)
-    tokens = torch.arange(60)[None]
+    tokens = torch.arange(60, device=trained.device)[None]
     with torch.no_grad():
         change = coarse.model(tokens, tokens) - trained.model(tokens, tokens)
     assert (coarse.model.blocks[0].mixer.observations["solver/steps"] == 1).all()

@@ -394,7 +394,8 @@ def test_training_and_resuming(
     assert first.exit_code == 75, first.errors
     second = train(1, cut)
     assert second.exit_code == 0, second.errors
-    assert "gla torch (no GPU)" in second.output
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert f"gla torch ({refusal('simple_gla', torch.float32, device)})" in second.output
     assert run_of(cut).checksums(4) == run_of(whole).checksums(4)
     assert run_of(cut).curve("train/loss") == run_of(whole).curve("train/loss")
     gates = {tag for tag, *_ in run_of(whole).events() if tag.startswith(("a/", "log_i/"))}
@@ -410,9 +411,10 @@ def test_a_model_without_a_solver_generates_and_takes_no_solver_settings(
     assert train(1, config).exit_code == 0
     run = run_of(config).path
     trained = load_model(run)
-    tokens = list(generate(trained.model, torch.tensor([1, 5, 7, 2]), 12))
+    prompt = [1, 5, 7, 2]
+    tokens = list(generate(trained.model, torch.tensor(prompt, device=trained.device), 12))
     with torch.no_grad():
-        logits, _ = trained.model.decode(torch.tensor([[1, 5, 7, 2, *tokens[:-1]]]))
+        logits, _ = trained.model.decode(torch.tensor([[*prompt, *tokens[:-1]]], device=trained.device))
     assert logits.argmax() == tokens[-1]
     with pytest.raises(ConfigError, match=r"has no mixer with a solver \(it has gla, swa\); leave out solver_steps"):
         load_model(run, {"solver_steps": 3})

@@ -58,9 +58,9 @@ def test_graphs_change_nothing(
         assert seen == {tag: other[tag] for tag in seen}
 
 
-@pytest.mark.skipif(GPUS > 0, reason="there is a GPU")
 def test_graphs_need_a_gpu(train: Callable, tiny_config: Callable, tmp_path: Path) -> None:
-    refused = train(1, tiny_config(tmp_path, **{"train.cuda_graphs": True}))
+    config = tiny_config(tmp_path, **{"train.cuda_graphs": True})
+    refused = train(1, config, environment={"CUDA_VISIBLE_DEVICES": ""})
     assert refused.exit_code == 2
     assert refused.error_lines == ["mesatron: train.cuda_graphs needs a GPU; set it to false."]
 

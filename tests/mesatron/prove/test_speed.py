@@ -9,10 +9,10 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from mesatron.config import load_config
+from mesatron.errors import ConfigError
 from mesatron.prove.layouts import Case
 from mesatron.prove.speed import layouts, measure
 
@@ -29,7 +29,8 @@ def test_layouts_are_measured_or_say_why_not(tmp_path: Path, fork_server: ForkSe
     file, folder = tmp_path / "config.yaml", tmp_path / "a #1: {ü}, 'new'"
     file.write_text(yaml.safe_dump(VALUES))
     cases = [Case(tensor=2, sequence_parallel=True), Case(pipeline=2)]
-    rows = list(measure(fork_server, folder, file, ["train.seed=7"], cases, [2, 3], steps=2, seconds=120))
+    replaced = ["train.micro_batch_size=3", "parallel.tensor_size=3"]  # neither fits, and neither is used
+    rows = list(measure(fork_server, folder, file, ["train.seed=7", *replaced], cases, [2, 3], steps=2, seconds=120))
     assert [(row.layout, row.micro_batch) for row in rows] == [(case.name, size) for case in cases for size in (2, 3)]
     for row in rows[::2]:
         assert row.failure is None
@@ -51,18 +52,29 @@ def test_layouts_are_measured_or_say_why_not(tmp_path: Path, fork_server: ForkSe
     assert not list(folder.glob("*/speed/checkpoints/step-*"))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it would train")
 def test_a_layout_that_fails_gives_its_reason(tmp_path: Path, fork_server: ForkServerContext) -> None:
-    """What the trainings wrote may be gone when the message is read."""
+    """What the trainings wrote may be gone when the message is read. fla-core has no kernel of GLA in fp32."""
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(VALUES))
-    settings = ["model.implementation=triton"]
+    settings = ["model.mixer=gla", "model.gla.implementation=fla", "train.precision=fp32"]
     (row,) = measure(fork_server, tmp_path / "new", file, settings, [Case(data=2)], [2], steps=2, seconds=120)
     assert row.failure is not None
-    assert "model.implementation is triton, which needs a GPU" in row.failure
+    assert "model.gla.implementation is fla, which cannot be used" in row.failure
     assert str(tmp_path) not in row.failure
     assert len(row.logs) == 2
-    assert any("model.implementation is triton" in line for lines in row.logs for line in lines)
+    assert any("model.gla.implementation is fla" in line for lines in row.logs for line in lines)
+
+
+@pytest.mark.parametrize("sizes", [[], [2]])
+def test_a_config_that_no_layout_mends_is_refused(
+    sizes: list[int], tmp_path: Path, fork_server: ForkServerContext
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(VALUES))
+    wrong = "model.heads=5" if sizes else "train.micro_batch_size=3"
+    with pytest.raises(ConfigError, match="must"):
+        next(measure(fork_server, tmp_path / "new", file, [wrong], [Case(data=2)], sizes, steps=2, seconds=120))
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.long

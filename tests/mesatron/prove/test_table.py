@@ -115,8 +115,11 @@ def test_the_table_goes_on_after_a_layout_that_fails(prover: Prover) -> None:
     """Five sequences do not go into batches of twelve; one process equals itself."""
     shown: list[str] = []
     logs: list[str] = []
+    begun: list[tuple[int, str, int]] = []
     failing = Case(data=2, micro_batch=5)
-    assert not table(prover, [failing, Case()], shown.append, logs.append)
+    cases = [failing, Case()]
+    assert not table(prover, cases, shown.append, logs.append, lambda *place: begun.append((*place, len(shown))))
+    assert begun == [(0, failing.name, 1), (1, Case().name, 2)], "each is named before its row"
     assert shown[1].startswith(f"{failing.name} ")
     assert " FAILED: Process " in shown[1]
     assert shown[2].endswith("  equal")

@@ -92,7 +92,7 @@ def test_context_parallel_sends_the_same_for_longer_sequences(witness: Callable[
         assert process["allgather_base"] == micro_batches * LAYERS * (states + borrowed)
         assert process["reduce_scatter_base"] == micro_batches * LAYERS * context * (states + borrowed)
         assert "send" not in process
-    # Beside borrowed tokens the projection of v, or its gradients; beside states the convolution of q, no matrix product.
+    # Beside borrowed tokens the projection of v, or its gradients; beside states the convolution of q: no products.
     one_way_of_each = [("gather", 1), ("gather", 0)] * LAYERS + [("sum", 0), ("sum", 2)] * LAYERS
     assert all(process["beside"] == micro_batches * one_way_of_each for process in seen)
 

@@ -67,7 +67,7 @@ def bars() -> Iterator[Callable[[str, int, int, str], None]]:
             shown.update(ids[step], completed=done, figures=figures)
             if not console.is_terminal and time.monotonic() > spoken + 60:
                 spoken = time.monotonic()
-                typer.echo(f"{step} {done / total:.1%}, {figures}", err=True)
+                typer.echo(f"{step} {done / max(1, total):.1%}, {figures}", err=True)
 
         yield show
 

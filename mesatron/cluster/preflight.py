@@ -148,10 +148,11 @@ def judge(findings: Sequence[Findings]) -> dict[str, str]:
         if finding.problems:
             unfit.setdefault(finding.node, "; ".join(finding.problems))
     if nodes == unfit.keys() and (len(nodes) > 1 or any(finding.is_shared for finding in findings)):
-        node, why = next(iter(unfit.items()))
-        kinds: list[Kind] = [kind for finding in findings for kind in finding.kinds]
-        kind = min(kinds, key=lambda kind: kind.exit_code != StorageError.exit_code, default=ConfigError)
-        raise kind(f"No node is fit for the run: on {node}, {why}.")
+        worst, kind = min(
+            ((finding, kind) for finding in findings if finding.problems for kind in finding.kinds or [ConfigError]),
+            key=lambda pair: (pair[1].exit_code != StorageError.exit_code, not pair[0].kinds),
+        )
+        raise kind(f"No node is fit for the run: on {worst.node}, {'; '.join(worst.problems)}.")
     for fact in sorted({name for finding in findings for name in finding.facts}):
         values = Counter(finding.facts.get(fact, "none") for finding in findings if finding.node not in unfit)
         if len(values) > 1:

@@ -138,10 +138,17 @@ class ZeroEngine:
             torch.cuda.empty_cache()
 
     @contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """Blocks run as modules in here, with the memory that recorded passes took."""
+    def apart(self) -> Iterator[None]:
+        """For gradients of `bare_losses`. Blocks run as modules in here, with the memory that recorded passes took."""
         self.release()
+        # ZeRO-3 reduces a block's gradients when that of its input is known, whoever asked for it, or zeros.
+        reduced = self.engine.optimizer.leaf_parameters if self.stage == 3 else {}
+        kept = {block: list(parameters) for block, parameters in reduced.items()}
+        for parameters in reduced.values():
+            parameters.clear()
         yield
+        for block, parameters in kept.items():
+            reduced[block].extend(parameters)
         self.record()
 
     @property
@@ -150,7 +157,7 @@ class ZeroEngine:
         return 1
 
     def bare_losses(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """`losses` whose backward passes DeepSpeed does not take for a part of a step."""
+        """`losses` whose backward passes, within `apart`, DeepSpeed does not take for a part of a step."""
         autocast = self.config.train.precision == "bf16" and self.stage == 0
         with torch.autocast(self.device.type, torch.bfloat16, enabled=autocast):
             return self.engine.module(*self._model_inputs(tokens, targets, cu_seqlens))

@@ -115,7 +115,7 @@ def dump_first_bad_layer(
     place = _earliest(inspection.bad, layout)
     if place is None and layout.pipeline.size == 1:
         look = partial(Inspection.look_backward, losses=engine.bare_losses, scale=layout.copies.size / global_targets)
-        with Inspection(engine) as inspection, engine.unrecorded():
+        with Inspection(engine) as inspection, engine.apart():
             culprit = _look(inspection, partial(look, inspection), micro_batches, alive)
         place = _earliest(inspection.bad, layout)
     if place is None:

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 # Triton gives the last product another layout than those before, and moves the sum through shared memory every time.
 FORWARD_L, FORWARD_ROWS = 32, 128  # tokens and channels of v that a program multiplies at a time, the rows of its sum
 BACKWARD_L, BACKWARD_ROWS = 128, 32  # here tokens are the rows
+LARGEST_D = 128  # with which these fit the shared memory of consumer cards
 SHORTEST_PART = 512  # tokens: fewer would cost more in adding parts up than they gain
 PROGRAMS = 256  # that fill a GPU
 
@@ -124,14 +125,13 @@ class WeightedProducts(torch.autograd.Function):
         ctx.squares = squares
         batch, T, heads, D = k.shape
         E = v.shape[-1]
-        blocks = triton.cdiv(E, FORWARD_ROWS) + squares * triton.cdiv(D, FORWARD_ROWS)
+        launch = sizes(E, D, squares, products_forward)
+        blocks = triton.cdiv(E, launch["BLOCK_E"]) + squares * triton.cdiv(D, launch["BLOCK_E"])
         wanted = triton.cdiv(PROGRAMS, batch * heads * blocks)
-        part_length = max(SHORTEST_PART, FORWARD_L * triton.cdiv(T, wanted * FORWARD_L))
+        part_length = max(SHORTEST_PART, launch["L"] * triton.cdiv(T, wanted * launch["L"]))
         parts = triton.cdiv(T, part_length)
         sums = weights.new_empty(parts, batch, heads, E + squares * D, D)
-        products_forward[(batch * heads, blocks, parts)](
-            v, k, weights, sums, T, heads, part_length, **sizes(E, D, squares, products_forward)
-        )
+        products_forward[(batch * heads, blocks, parts)](v, k, weights, sums, T, heads, part_length, **launch)
         return sums[0] if parts == 1 else sums.sum(0)
 
     @staticmethod
@@ -146,16 +146,20 @@ class WeightedProducts(torch.autograd.Function):
         dsums = dsums.contiguous()
         high = dsums.to(k.dtype)
         low = (dsums - high).to(k.dtype)
-        products_backward[(batch * heads, triton.cdiv(T, BACKWARD_L))](
-            v, k, weights, high, low, dv, dk, dweights, T, heads,
-            **sizes(v.shape[-1], D, ctx.squares, products_backward),
-        )  # fmt: skip
+        launch = sizes(v.shape[-1], D, ctx.squares, products_backward)
+        products_backward[(batch * heads, triton.cdiv(T, launch["L"]))](
+            v, k, weights, high, low, dv, dk, dweights, T, heads, **launch
+        )
         return dv, dk, dweights, None
 
 
 def sizes(E: int, D: int, squares: bool, kernel: Any) -> dict[str, int]:
     """How a kernel is launched for heads of so many channels."""
-    forward = kernel is products_forward
-    tile = {"L": FORWARD_L, "BLOCK_E": FORWARD_ROWS} if forward else {"L": BACKWARD_L, "BLOCK_E": BACKWARD_ROWS}
-    tile |= {"BLOCK_D": max(64, triton.next_power_of_2(D)), "num_warps": 8, "num_stages": 3 if forward else 2}
-    return {"E": E, "D": D, "SQUARES": int(squares)} | tile
+    if kernel is products_forward:
+        rows = min(FORWARD_ROWS, max(64, triton.next_power_of_2(E)))
+        tile = {"L": FORWARD_L, "BLOCK_E": rows, "num_warps": rows // 16, "num_stages": 3}
+    elif D <= LARGEST_D:
+        tile = {"L": BACKWARD_L, "BLOCK_E": BACKWARD_ROWS, "num_warps": 8, "num_stages": 2}
+    else:
+        tile = {"L": BACKWARD_L // 2, "BLOCK_E": BACKWARD_ROWS, "num_warps": 8, "num_stages": 1}
+    return {"E": E, "D": D, "SQUARES": int(squares), "BLOCK_D": max(64, triton.next_power_of_2(D))} | tile

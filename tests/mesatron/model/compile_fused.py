@@ -54,6 +54,7 @@ CASES = [
         for squares in (False, True)
         for kernel in (products.products_forward, products.products_backward)
     ),
+    (products.products_backward, products.sizes(256, 256, False, products.products_backward), 4),
 ]
 
 

@@ -15,11 +15,12 @@ def test_kernels_spill_nothing_and_load_widely() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     reports = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(reports) == 44
+    assert len(reports) == 46
     for report in reports:
         print(report)
         if report["kernel"].startswith("products"):  # whose speed is that of tensor cores
-            assert report["stack_bytes"] <= (0 if report["capability"] == 90 else 160), report
+            most = 0 if report["capability"] == 90 else 160
+            assert report["stack_bytes"] <= most or report["channels"] > 128, report
             assert report["shared_bytes"] <= 99 * 1024, report
             continue
         assert report["stack_bytes"] == 0, report

@@ -14,7 +14,7 @@ GRADIENTS = 3e-3 if DEVICE == "cuda" else 1e-2  # of rounding the results to bf1
 @pytest.mark.parametrize("tokens", [1, 64, 1100], ids="{} tokens".format)
 @pytest.mark.parametrize(
     ("E", "D", "squares"),
-    [(128, 128, True), (64, 64, False), (129, 48, True), (18, 18, False)], ids=str,
+    [(128, 128, True), (64, 64, False), (129, 48, True), (18, 18, False), (64, 160, False)], ids=str,
 )  # fmt: skip
 def test_sums_and_gradients(tokens: int, E: int, D: int, squares: bool) -> None:
     generator = torch.Generator().manual_seed(0)

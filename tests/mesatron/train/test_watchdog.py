@@ -65,7 +65,8 @@ def test_a_stopped_process(
     assert process.stdout is not None
     assert process.stderr is not None
     launcher = psutil.Process(process.pid)
-    wait_for(lambda: len(launcher.children()) == 2)
+    # A process that has not begun its program yet has the launcher's environment.
+    wait_for(lambda: ["RANK" in worker.environ() for worker in launcher.children()] == [True, True])
     workers = launcher.children()
     first, second = sorted(workers, key=lambda worker: worker.environ()["RANK"])
     if moment == "while the run is opened":

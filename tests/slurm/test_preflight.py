@@ -88,6 +88,12 @@ def test_what_all_nodes_have_is_no_nodes_fault() -> None:
     late = Findings("n2", ["no answer"], is_shared=True, kinds=[DataError, StorageError])
     with pytest.raises(StorageError, match="No node is fit for the run: on n2, no answer"):
         judge([late])
+    # What is told is what the exit code means: failed storage first, for another start may help.
+    full = Findings("n3", ["the disk is full"], kinds=[DiskFullError])
+    with pytest.raises(DiskFullError, match="on n3, the disk is full"):
+        judge([node("n1", "no data"), full])
+    with pytest.raises(StorageError, match="on n2, no answer"):
+        judge([node("n1", "no data"), full, late])
 
 
 def test_a_node_that_is_alone_is_unfit_by_what_is_its_own(

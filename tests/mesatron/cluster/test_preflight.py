@@ -8,7 +8,7 @@ import pytest
 import mesatron
 from mesatron.cluster import preflight
 from mesatron.config import load_config
-from mesatron.errors import ConfigError, DiskFullError, StorageError
+from mesatron.errors import ConfigError
 
 PROGRAM = Path(mesatron.__file__).with_name("__main__.py")
 
@@ -48,18 +48,3 @@ def test_a_place_that_is_not_told_is_not_guessed(
     monkeypatch.delenv(missing)
     with pytest.raises(ConfigError, match=f"WORLD_SIZE is 2 but {missing} is not set"):
         preflight.run(load_config(tiny_config(tmp_path)), 5)
-
-
-def test_the_problem_that_is_told_is_the_one_that_the_exit_code_means() -> None:
-    """Another start may help where storage failed, so that goes before what a training would refuse again."""
-    small, full, failed, other = (preflight.Findings(node) for node in ("n1", "n2", "n3", "n4"))
-    small.add("/dev/shm is small")
-    other.add("/dev/shm is small")
-    full.add("the disk is full", is_shared=True, kind=DiskFullError)
-    failed.add("reading failed", kind=StorageError)
-    with pytest.raises(DiskFullError, match=r"^No node is fit for the run: on n2, the disk is full\.$"):
-        preflight.judge([small, full])
-    with pytest.raises(StorageError, match=r"on n3, reading failed\.$"):
-        preflight.judge([small, full, failed])
-    with pytest.raises(ConfigError, match=r"on n1, /dev/shm is small\.$"):
-        preflight.judge([small, other])

@@ -220,8 +220,11 @@ def _launch_backward(
 
     for part in _parts(k, v, cu_seqlens):
         differentiate(*part)
-    # e* in the room of its own high terms.
-    dq = torch.mul(e_star.high, e_star.size[..., None], out=e_star.high.view(v.dtype))
+    dq, N = e_star.high.view(v.dtype), beta.numel() // heads
+    sizes = {name: shape[name] for name in ("D", "BLOCK_D", "L")}
+    triton_gradients.backward_queries[(-(-N // sizes["L"]), heads)](
+        e_star.high, e_star.size, dq, N, heads, **sizes, num_warps=4
+    )
     dH_0, dG_0 = (lam.new_empty(0) if x is None else x for x in initial)
     return dq, dk, dv, dlog_gamma, dbeta, dlam.sum(0), dH_0.mul_(-0.5), dG_0
 

@@ -158,6 +158,23 @@ def _of_solution(
 
 
 @triton.jit
+def backward_queries(
+    e_high, e_size,  # [N, heads, D] and [N, heads] float32: e*, by solve_backward
+    dq,  # [N, heads, D], written; may lie where e_high does
+    N, heads,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    L: tl.constexpr,
+):  # fmt: skip
+    """The gradient of q is e*, of L tokens of one head; torch would take four times as long for types that differ."""
+    tokens, head = tl.program_id(0).to(tl.int64) * L + tl.arange(0, L), tl.program_id(1)
+    columns = tl.arange(0, BLOCK_D)
+    rows = load_rows(e_high, tokens, tokens < N, head, heads, columns, D).to(tl.float32)
+    sizes = load_sizes(e_size, tokens, tokens < N, head, heads)
+    store_rows(dq, rows * sizes[:, None], tokens, tokens < N, head, heads, columns, D)
+
+
+@triton.jit
 def backward_gates(
     log_gamma, beta,  # [N, heads] float32
     row_sums,  # [N, heads] float32, by solve_backward

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from mesatron_kernels.documents import documents_of, send_documents
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -44,14 +45,14 @@ class ContextParallel:
         """Begin to tell the process on the right the last tokens of the runs of inputs [B, T, C] of convolutions."""
         if not tokens:
             return [None] * len(inputs)
-        tails = [self._runs(x)[:, self.run_length - tokens :] for x in inputs]
+        runs, tails = map(list, zip(*(_WithTail.apply(self._runs(x), tokens) for x in inputs), strict=True))
         if cu_seqlens is not None:
             # What comes before the last start is no concern of those to the right.
             starts = self._starts(cu_seqlens, len(tails[0]))
             started_later = starts.flip(1).cumsum(1).flip(1) - starts.int()
             tails = [tail * (started_later[:, -tokens:] == 0)[..., None] for tail in tails]
         loan = Loan(tails, self.group)
-        return [Lent(loan, number) for number in range(len(tails))]
+        return [Lent(x, loan, number) for number, x in enumerate(runs)]
 
     def convolve(
         self, convolution: ShortConvolution, x: Tensor, cu_seqlens: Tensor | None, lent: Lent | None
@@ -59,7 +60,7 @@ class ContextParallel:
         """`convolution` of x [B, T, C], with what lies to the left of its runs before them: heads [B, T, h, D]."""
         if lent is None:
             return convolution(x)
-        runs, before = self._runs(x), lent.loan.tokens()[lent.number]
+        runs, before = lent.runs, lent.loan.tokens()[lent.number]
         if cu_seqlens is None:
             y, after = convolution(runs, before)
             return y.reshape(*x.shape[:2], *y.shape[2:]), after
@@ -153,10 +154,30 @@ class Loan:
 
 
 class Lent(NamedTuple):
-    """One of the tensors of a loan."""
+    """One of the tensors of a loan, as runs."""
 
+    runs: Tensor
     loan: Loan
     number: int
+
+
+class _WithTail(torch.autograd.Function):
+    """runs [B, T, C] as they are, for a convolution, and so many of their last tokens.
+
+    The tail's gradient is added in place to that of the runs, which a convolution makes for nobody else; autograd would
+    add a tensor of zeros with the tail at its end.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, runs: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        ctx.tokens = tokens
+        return runs.view_as(runs), runs[:, -tokens:]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, druns: Tensor, dtail: Tensor) -> tuple[Tensor, None]:
+        druns[:, -ctx.tokens :] += dtail
+        return druns, None
 
 
 class Exchange:

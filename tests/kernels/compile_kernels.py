@@ -38,6 +38,7 @@ CASES = [
     ("solve_backward", solve.solve_backward, {}, (4, 4), 1),
     ("backward_states", states.backward_states, ENDLESS, (4, 8), 1),
     ("backward_inputs", gradients.backward_inputs, {}, (4, 8), 1),
+    ("backward_queries", gradients.backward_queries, {}, (4, 4), 3),
     ("combine", states.combine, {"BACKWARD": False, "BLOCK": 1024}, (4, 4), 3),
     ("backward_gates", gradients.backward_gates, {}, (4, 4), 3),
 ]
@@ -54,11 +55,11 @@ HUNGRIEST = {
 def argument_types(precision: str) -> dict[str, str]:
     """Triton's names of the types of arguments that are not float32 pointers."""
     inputs, terms = ("*bf16", "*fp16") if precision == "bf16" else ("*fp32", "*fp32")
-    types = dict.fromkeys(("q", "v", "o", "e", "dk", "dv"), inputs)
+    types = dict.fromkeys(("q", "v", "o", "e", "dq", "dk", "dv"), inputs)
     types |= {f"{name}_{term}": terms for name in ("q", "e", "H", "G", "dH", "dG") for term in ("high", "low")}
     types |= dict.fromkeys(("k", "keys"), terms)
     types |= dict.fromkeys(("hard", "steps", "first_piece"), "*i32")
-    types |= dict.fromkeys(("length", "per_sequence", "heads", "max_steps", "size"), "i32")
+    types |= dict.fromkeys(("N", "length", "per_sequence", "heads", "max_steps", "size"), "i32")
     return types | dict.fromkeys(("tolerance", "hardness"), "fp32")
 
 

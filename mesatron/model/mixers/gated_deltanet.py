@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mesatron.config import ModelConfig
-from mesatron.model.linear import GateProjection
+from mesatron.model.linear import GateProjection, gate_logits
 from mesatron.model.mixers.linear_mixer import LinearMixer
 from mesatron.model.recurrences import DeltaInputs, DeltaRule
 from mesatron.model.seams import Seams
@@ -23,6 +23,7 @@ class GatedDeltaNetMixer(LinearMixer):
         self.beta = GateProjection(config.width, config.heads)
 
     def recurrence(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> tuple[DeltaRule, DeltaInputs]:
-        log_gamma, beta = F.logsigmoid(self.gamma(x)), torch.sigmoid(self.beta(x))
+        gamma, beta = gate_logits(x, self.gamma, self.beta)
+        log_gamma, beta = F.logsigmoid(gamma), torch.sigmoid(beta)
         self.observations = {"gamma": log_gamma.detach().exp(), "beta": beta.detach()}
         return DeltaRule(self.config.implementation, self.config.chunk_size), DeltaInputs(q, k, v, beta, log_gamma)

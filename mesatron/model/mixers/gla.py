@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mesatron.config import ModelConfig
-from mesatron.model.linear import GateProjection
+from mesatron.model.linear import GateProjection, gate_logits
 from mesatron.model.mixers.linear_mixer import LinearMixer
 from mesatron.model.precision import at_least_fp32
 from mesatron.model.recurrences import LinearAttention, LinearInputs
@@ -23,7 +23,8 @@ class GLAMixer(LinearMixer):
         self.beta = GateProjection(config.width, config.heads)
 
     def recurrence(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> tuple[LinearAttention, LinearInputs]:
-        log_gamma, beta = F.logsigmoid(self.gamma(x)), torch.sigmoid(self.beta(x))
+        gamma, beta = gate_logits(x, self.gamma, self.beta)
+        log_gamma, beta = F.logsigmoid(gamma), torch.sigmoid(beta)
         self.observations = {"gamma": log_gamma.detach().exp(), "beta": beta.detach()}
         gated = (at_least_fp32(v) * beta.unsqueeze(-1)).to(v.dtype)
         recurrence = LinearAttention(self.config.implementation, self.config.chunk_size)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mesatron.config import MesaRLSConfig, ModelConfig
-from mesatron.model.linear import GateProjection
+from mesatron.model.linear import GateProjection, gate_logits
 from mesatron.model.mixers.linear_mixer import LinearMixer
 from mesatron.model.parameter import make_parameter
 from mesatron.model.precision import at_least_fp32
@@ -42,9 +42,9 @@ class MesaMixer(LinearMixer):
         gamma = sigmoid(z) (1 - (1 - cap) beta^2): the cap keeps H bounded over runs of one token (section G.5). Its
         logarithm is formed directly, since gammas near 1 differ by less than fp32 resolves in the product.
         """
-        x = at_least_fp32(x)  # once for both
-        beta = torch.sigmoid(self.beta(x))
-        log_gamma = F.logsigmoid(self.gamma(x)) + torch.log1p(-(1 - self.config.gamma_cap) * beta.square())
+        gamma, beta = gate_logits(x, self.gamma, self.beta)
+        beta = torch.sigmoid(beta)
+        log_gamma = F.logsigmoid(gamma) + torch.log1p(-(1 - self.config.gamma_cap) * beta.square())
         return log_gamma, beta, lambda_of(self.theta, self.config)
 
 

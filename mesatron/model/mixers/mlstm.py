@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mesatron.config import ModelConfig
-from mesatron.model.linear import GateProjection
+from mesatron.model.linear import GateProjection, gate_logits
 from mesatron.model.mixers.linear_mixer import LinearMixer
 from mesatron.model.recurrences import MLSTM, MLSTMInputs
 from mesatron.model.seams import Seams
@@ -27,7 +27,8 @@ class MLSTMMixer(LinearMixer):
         self.input = GateProjection(config.width, config.heads)
 
     def recurrence(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor) -> tuple[MLSTM, MLSTMInputs]:
-        log_gamma, log_i = F.logsigmoid(self.forget(x)), self.input(x)
+        forget, log_i = gate_logits(x, self.forget, self.input)
+        log_gamma = F.logsigmoid(forget)
         self.observations = {"gamma": log_gamma.detach().exp(), "log_i": log_i.detach()}
         recurrence = MLSTM(self.config.implementation, self.config.chunk_size)
         return recurrence, MLSTMInputs(q, k * self.head_dim**-0.5, v, log_gamma, log_i)

@@ -30,6 +30,19 @@ def log_decay_after(log_gamma: Tensor, dimension: int) -> Tensor:
     return F.pad(entries[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1).movedim(-1, dimension)
 
 
+def run_decays(log_gamma: Tensor, implementation: str) -> tuple[Tensor, Tensor]:
+    """Log decays of a run of log_gamma [B, T, h]: after each token [B, T, h] and over all of it [B, h], in float64.
+
+    implementation: that of a recurrence.
+    """
+    form = "auto" if implementation == "fla" else implementation
+    if log_gamma.dtype == torch.float32 and takes_triton(form, log_gamma):
+        from mesatron.model.recurrences.product_kernels import RunDecays
+
+        return RunDecays.apply(log_gamma)
+    return log_decay_after(log_gamma, 1), log_gamma.double().sum(1)
+
+
 def weighted_sum(terms: Tensor, log_weights: Tensor) -> Tensor:
     """Sum over the first dimension of exp(log_weights) [n, ...] times terms [n, ..., any more]."""
     weights = log_weights.exp().to(terms.dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mesatron.model.recurrences.chunks import Chunks
-from mesatron.model.recurrences.decay import log_decay_after, log_decays, weighted_products, weighted_sum
+from mesatron.model.recurrences.decay import log_decay_after, log_decays, run_decays, weighted_products, weighted_sum
 from mesatron.model.recurrences.recurrence import ChunkwiseRecurrence
 
 
@@ -75,9 +75,9 @@ class LinearAttention(MatrixRecurrence):
 
     def summarize(self, inputs: LinearInputs) -> tuple[Tensor, ...]:
         """The log decay [B, h] and the state [B, h, Dv, D] after it from an empty one."""
-        weights = log_decay_after(inputs.log_gamma, 1).exp()
-        G = weighted_products(inputs.v, inputs.k, weights, self.implementation)
-        return inputs.log_gamma.double().sum(1).to(G.dtype), G
+        decays, over_run = run_decays(inputs.log_gamma, self.implementation)
+        G = weighted_products(inputs.v, inputs.k, decays.exp(), self.implementation)
+        return over_run.to(G.dtype), G
 
     def combine(self, summaries: Sequence[Tensor]) -> LinearState:
         log_decay, G = summaries

@@ -12,7 +12,7 @@ from mesatron_kernels import MesaState, mesa, mesa_step
 from torch import Tensor
 
 from mesatron.model.precision import at_least_fp32
-from mesatron.model.recurrences.decay import log_decay_after, weighted_products, weighted_sum
+from mesatron.model.recurrences.decay import log_decay_after, run_decays, weighted_products, weighted_sum
 from mesatron.model.recurrences.recurrence import Output, Recurrence
 
 
@@ -86,9 +86,10 @@ class Mesa(Recurrence):
 
     def summarize(self, inputs: MesaInputs) -> tuple[Tensor, ...]:
         """The state [H; G] [B, h, D + Dv, D] after a run from an empty one, and the log decay [B, h] over it."""
-        weights = log_decay_after(inputs.log_gamma, 1).exp() * inputs.beta
+        decays, over_run = run_decays(inputs.log_gamma, self.implementation)
+        weights = decays.exp() * inputs.beta
         states = weighted_products(inputs.v, inputs.k, weights, self.implementation, squares=True)
-        return states, inputs.log_gamma.double().sum(1).to(states.dtype)
+        return states, over_run.to(states.dtype)
 
     def combine(self, summaries: Sequence[Tensor]) -> MesaState:
         states, log_decays = summaries

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mesatron.model.recurrences.chunks import Chunks
-from mesatron.model.recurrences.decay import log_decay_after, log_decays, weighted_products, weighted_sum
+from mesatron.model.recurrences.decay import log_decay_after, log_decays, run_decays, weighted_products, weighted_sum
 from mesatron.model.recurrences.recurrence import ChunkwiseRecurrence
 
 LEAST_LOG_FLOOR = -60.0
@@ -80,11 +80,12 @@ class MLSTM(ChunkwiseRecurrence):
 
     def summarize(self, inputs: MLSTMInputs) -> tuple[Tensor, ...]:
         """The log decay [B, h], and m [B, h] and memory [B, h, Dv + 1, D] after the run from an empty state."""
-        exponents = log_decay_after(inputs.log_gamma, 1) + inputs.log_i
+        decays, over_run = run_decays(inputs.log_gamma, self.implementation)
+        exponents = decays + inputs.log_i
         m = exponents.amax(1).clamp(min=0.0).detach()
         weights = (exponents - m.unsqueeze(1)).exp()
         memory = weighted_products(_extended(inputs.v), inputs.k, weights, self.implementation)
-        return inputs.log_gamma.double().sum(1).to(memory.dtype), m.to(memory.dtype), memory
+        return over_run.to(memory.dtype), m.to(memory.dtype), memory
 
     def combine(self, summaries: Sequence[Tensor]) -> MLSTMState:
         log_decay, m_own, memory = summaries

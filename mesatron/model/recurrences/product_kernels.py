@@ -1,5 +1,7 @@
-"""`weighted_products` of `decay`, of bf16 tensors, as Triton kernels: tensors are read once, as they are, and products
-are formed on tensor cores. What is not exact in bf16 enters as two terms of it, 16 bits together.
+"""Triton kernels of `decay`.
+
+`weighted_products`, of bf16 tensors: these are read once, as they are, and products are formed on tensor cores. What is
+not exact in bf16 enters as two terms of it, 16 bits together. `run_decays`: sums in float64, of one head in a program.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from torch.autograd.function import once_differentiable
 # A sum of several products stays in the registers where it is only if its rows fill the program's warps, 16 each: else
 # Triton gives the last product another layout than those before, and moves the sum through shared memory every time.
 FORWARD_L, FORWARD_ROWS = 32, 128  # tokens and channels of v that a program multiplies at a time, the rows of its sum
-BACKWARD_L, BACKWARD_ROWS = 128, 32  # here tokens are the rows
+BACKWARD_L, BACKWARD_ROWS = 64, 32  # here tokens are the rows
 LARGEST_D = 128  # with which these fit the shared memory of consumer cards
 SHORTEST_PART = 512  # tokens: fewer would cost more in adding parts up than they gain
 PROGRAMS = 256  # that fill a GPU
+LONGEST_SCAN = 4096  # tokens that a program adds up at a time
 
 
 @triton.jit
@@ -158,8 +161,65 @@ def sizes(E: int, D: int, squares: bool, kernel: Any) -> dict[str, int]:
     if kernel is products_forward:
         rows = min(FORWARD_ROWS, max(64, triton.next_power_of_2(E)))
         tile = {"L": FORWARD_L, "BLOCK_E": rows, "num_warps": rows // 16, "num_stages": 3}
-    elif D <= LARGEST_D:
-        tile = {"L": BACKWARD_L, "BLOCK_E": BACKWARD_ROWS, "num_warps": 8, "num_stages": 2}
     else:
-        tile = {"L": BACKWARD_L // 2, "BLOCK_E": BACKWARD_ROWS, "num_warps": 8, "num_stages": 1}
+        stages = 2 if D <= LARGEST_D else 1
+        tile = {"L": BACKWARD_L, "BLOCK_E": BACKWARD_ROWS, "num_warps": BACKWARD_L // 16, "num_stages": stages}
     return {"E": E, "D": D, "SQUARES": int(squares), "BLOCK_D": max(64, triton.next_power_of_2(D))} | tile
+
+
+@triton.jit
+def decays_forward(
+    log_gamma,  # [B, T, heads] fp32
+    after,  # [B, T, heads] fp32, written: sums of all later entries
+    total,  # [B, heads] fp32, written
+    T, heads, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    base = (row // heads).to(tl.int64) * T * heads + row % heads
+    seen = tl.cast(0.0, tl.float64)
+    for begin in range(0, T, BLOCK):
+        later = T - begin - tl.arange(0, BLOCK)  # from the end on; the first is beyond it and adds nothing
+        gates = tl.load(log_gamma + base + later * heads, mask=(later > 0) & (later < T), other=0.0).to(tl.float64)
+        sums = seen + tl.cumsum(gates, 0)
+        tl.store(after + base + (later - 1) * heads, sums.to(tl.float32), mask=later > 0)
+        seen += tl.sum(gates, 0)
+    tl.store(total + row, (seen + tl.load(log_gamma + base)).to(tl.float32))
+
+
+@triton.jit
+def decays_backward(dafter, dtotal, dlog_gamma, T, heads, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    base = (row // heads).to(tl.int64) * T * heads + row % heads
+    seen = tl.load(dtotal + row).to(tl.float64)
+    for begin in range(0, T, BLOCK):
+        tokens = begin + tl.arange(0, BLOCK)
+        earlier = tl.load(dafter + base + (tokens - 1) * heads, mask=(tokens > 0) & (tokens < T), other=0.0)
+        sums = seen + tl.cumsum(earlier.to(tl.float64), 0)
+        tl.store(dlog_gamma + base + tokens * heads, sums.to(tl.float32), mask=tokens < T)
+        seen += tl.sum(earlier.to(tl.float64), 0)
+
+
+class RunDecays(torch.autograd.Function):
+    """log_gamma, fp32 [B, T, h], to the sums of all later entries [B, T, h] and of all [B, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, log_gamma: Tensor) -> tuple[Tensor, Tensor]:
+        log_gamma = log_gamma.contiguous()
+        batch, T, heads = log_gamma.shape
+        after, total = torch.empty_like(log_gamma), log_gamma.new_empty(batch, heads)
+        decays_forward[(batch * heads,)](log_gamma, after, total, T, heads, **_scan(T))
+        return after, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dafter: Tensor, dtotal: Tensor) -> Tensor:
+        dafter, dtotal = dafter.contiguous(), dtotal.contiguous()
+        batch, T, heads = dafter.shape
+        dlog_gamma = torch.empty_like(dafter)
+        decays_backward[(batch * heads,)](dafter, dtotal, dlog_gamma, T, heads, **_scan(T))
+        return dlog_gamma
+
+
+def _scan(T: int) -> dict[str, int]:
+    block = min(LONGEST_SCAN, max(32, triton.next_power_of_2(T)))
+    return {"BLOCK": block, "num_warps": max(1, block // 256)}

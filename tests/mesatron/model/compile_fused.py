@@ -24,7 +24,8 @@ TYPES = dict.fromkeys(("N", "M", "T", "C", "V", "stride", "heads", "part_length"
     ("epsilon", "cap"), "fp32"
 )
 TYPES |= dict.fromkeys(("normalizers", "dnormalizers", "chosen", "dchosen", "dweight"), "*fp32")
-TYPES |= dict.fromkeys(("weights", "dweights", "sums"), "*fp32")
+TYPES |= dict.fromkeys(("weights", "dweights", "sums", "log_gamma", "after", "total"), "*fp32")
+TYPES |= dict.fromkeys(("dlog_gamma", "dafter", "dtotal"), "*fp32")
 TYPES |= {"targets": "*i64", "position": "*i32"}
 ALIGNED = ("N", "T", "C", "stride")  # multiples of 16, as 768 channels and padded logits are
 HEADS = fused._tile(128, fused.TILE // 2) | {"WIDTH": 4, "DOCUMENTS": True, "history": None}
@@ -55,6 +56,7 @@ CASES = [
         for kernel in (products.products_forward, products.products_backward)
     ),
     (products.products_backward, products.sizes(256, 256, False, products.products_backward), 4),
+    *((kernel, products._scan(2**14), 4) for kernel in (products.decays_forward, products.decays_backward)),
 ]
 
 

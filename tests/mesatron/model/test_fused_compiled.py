@@ -15,7 +15,7 @@ def test_kernels_spill_nothing_and_load_widely() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     reports = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(reports) == 46
+    assert len(reports) == 50
     for report in reports:
         print(report)
         if report["kernel"].startswith("products"):  # whose speed is that of tensor cores
@@ -25,6 +25,8 @@ def test_kernels_spill_nothing_and_load_widely() -> None:
             continue
         assert report["stack_bytes"] == 0, report
         assert report["shared_bytes"] <= 16 * 1024, report
+        if report["kernel"].startswith("decays"):
+            continue  # one number a token and head
         # The rest are a channel's weights, a token's position or its target.
         assert report["wide_loads"] >= 2, report
         assert report["loads"] - report["wide_loads"] <= 12, report

@@ -123,11 +123,10 @@ def _launch_forward(
     def solve(rows: slice, chunks: slice, layout: Layout) -> None:
         table = (layout.chunks, layout.length, layout.per_sequence, heads)
         of_chunks = (norms[chunks], largest_k[chunks], largest_v[chunks])
-        keys = torch.empty_like(k[rows], dtype=torch.float16) if k.dtype == torch.bfloat16 else None
         triton_states.prepare[(layout.chunk_count, heads)](
-            k[rows], v[rows], log_gamma[rows], beta[rows], keys, summed[rows], *of_chunks, *table, **shape, num_warps=8
+            k[rows], v[rows], log_gamma[rows], beta[rows], summed[rows], *of_chunks, *table, **shape, num_warps=8
         )  # fmt: skip
-        pairs = (k[rows] if keys is None else keys, v[rows], beta[rows], summed[rows])
+        pairs = (k[rows], v[rows], beta[rows], summed[rows])
         ends: _Pair = (H_last[rows], G_last[rows])
         H, G, hard, ends, _ = _states(*pairs, *of_chunks, lam, _cut((H_0, G_0), rows), ends, layout)
         if layout.first_piece is not None:
@@ -181,15 +180,16 @@ def _launch_backward(
     def differentiate(rows: slice, chunks: slice, layout: Layout) -> None:
         table = (layout.chunks, layout.length, layout.per_sequence, heads)
         of_chunks = (norms[chunks], largest_k[chunks], largest_v[chunks])
-        pairs = (k[rows].to(_state_type(k)), v[rows], beta[rows], summed[rows])
+        pairs = (k[rows], v[rows], beta[rows], summed[rows])
         solved, gradient = (*_cut(q_star, rows), *_cut(e_star, rows)), e[rows]
         finals, initials = _cut(final, rows), _cut(initial, rows)
         ends: _Pair = tuple(None if x is None else torch.empty_like(x) for x in finals)
         H, G, hard, ends, decay = _states(*pairs, *of_chunks, lam, _cut((H_0, G_0), rows), ends, layout)
+        keys = torch.empty_like(k[rows], dtype=torch.float16) if k.dtype == torch.bfloat16 else None
         row_sums, added = torch.empty_like(beta[rows]), beta.new_empty(2, layout.chunk_count, heads)
         triton_solve.solve_backward[(layout.chunk_count, heads)](
-            gradient, *pairs, lam, *H, *G, hard, *solved, row_sums, dlam[chunks], added, *table, max_steps, tolerance,
-            **shape, num_warps=4, num_stages=1,
+            gradient, *pairs, lam, *H, *G, hard, *solved, keys, row_sums, dlam[chunks], added, *table, max_steps,
+            tolerance, **shape, num_warps=4, num_stages=1,
         )  # fmt: skip
         # A state before a chunk is the one after the chunk before it, and gives its room to its cotangent.
         after = [x[1:] for x in (*H, *G)]
@@ -211,7 +211,8 @@ def _launch_backward(
                 if whole is not None:
                     whole.copy_(first[layout.first_piece[:-1]])
         triton_gradients.backward_inputs[(layout.chunk_count, heads)](
-            *pairs, *solved, gradient, *after, hard, dk[rows], dv[rows], dbeta[rows], *table, **shape, **_wide(k, v)
+            k[rows] if keys is None else keys, *pairs[1:], *solved, gradient, *after, hard, dk[rows], dv[rows],
+            dbeta[rows], *table, **shape, **_wide(k, v),
         )  # fmt: skip
         triton_gradients.backward_gates[(layout.chunk_count, -(-heads // BLOCK_HEADS))](
             log_gamma[rows], beta[rows], row_sums, dbeta[rows], *across, dlog_gamma[rows], *table,

@@ -11,6 +11,7 @@ from mesatron_kernels.triton_tiles import (
     is_half,
     load_chunk,
     load_gates,
+    load_keys,
     load_rows,
     load_sizes,
     load_state,
@@ -143,7 +144,7 @@ def _solve_forward(
     columns, values = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E)
     index = chunk.to(tl.int64) * heads + head
     high, low = _load_H(H_high, H_low, index, columns, D, HARD)
-    keys = load_rows(k, tokens, valid, head, heads, columns, D)
+    keys = load_keys(k, tokens, valid, head, heads, columns, D, PRECISION)
     sides, norm = _unit_rows(load_rows(q, tokens, valid, head, heads, columns, D).to(tl.float32))
     gate, to_token = load_gates(beta, summed, tokens, valid, head, heads)
     weight = decays_within(to_token, valid, gate, L)
@@ -183,6 +184,7 @@ def solve_backward(
     hard,  # [c, heads] int32
     q_high, q_low, q_size,  # q*, by solve_forward
     e_high, e_low, e_size,  # written: e* = (H + Lambda)^-1 G^T e
+    keys,  # [N, heads, D] float16, written: k; or None
     row_sums,  # [N, heads] float32, written: e* . Lambda q*, the sum over s of all that token t saw
     dlam,  # [c, heads, D] float32, written: each chunk's part
     largest,  # [2, c, heads] float32, written: of q_size e_size, and of q_size |e|
@@ -200,6 +202,10 @@ def solve_backward(
     """Form the right-hand side G^T e and solve for e*."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     tokens, valid = load_chunk(chunks, chunk, length, per_sequence, L)
+    if keys is not None:
+        columns = tl.arange(0, BLOCK_D)
+        rows = load_keys(k, tokens, valid, head, heads, columns, D, PRECISION)
+        store_rows(keys, rows, tokens, valid, head, heads, columns, D)
     is_hard = tl.load(hard + chunk.to(tl.int64) * heads + head)
     for HARD in tl.static_range(2 if is_half(PRECISION) else 1):  # 32 bits have no low terms
         if is_hard == HARD or not is_half(PRECISION):
@@ -221,7 +227,7 @@ def _solve_backward(
     gate, to_token = load_gates(beta, summed, tokens, valid, head, heads)
     weight = decays_within(to_token, valid, gate, L)
     start = tl.exp(to_token)
-    keys = load_rows(k, tokens, valid, head, heads, columns, D)
+    keys = load_keys(k, tokens, valid, head, heads, columns, D, PRECISION)
     incoming = load_rows(e, tokens, valid, head, heads, values, E)
     seen = load_rows(v, tokens, valid, head, heads, values, E)
     scores = tile_product(incoming, tl.trans(seen), tl.zeros([L, L], tl.float32), PRECISION) * weight

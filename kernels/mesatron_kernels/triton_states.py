@@ -7,8 +7,10 @@ import triton.language as tl
 
 from mesatron_kernels.triton_tiles import (
     FORGETS_ALL,
+    as_keys,
     is_half,
     load_chunk,
+    load_keys,
     load_rows,
     load_state,
     power_above,
@@ -16,7 +18,6 @@ from mesatron_kernels.triton_tiles import (
     ratio,
     state_base,
     state_places,
-    store_rows,
     store_state,
     tile_product,
     two_terms,
@@ -27,7 +28,6 @@ from mesatron_kernels.triton_tiles import (
 def prepare(
     k, v,  # [N, heads, D or E]
     log_gamma, beta,  # [N, heads] float32
-    keys,  # [N, heads, D] float16, written: k; or None
     summed,  # [N, heads] float32, written: log gamma summed from the chunk's start
     norms,  # [c, heads, 2] float32, written: Frobenius norm of the chunk's sum of beta k k^T, not decayed, and decayed
     largest_k, largest_v,  # [c, heads] float32, written: largest entries of beta k and beta v
@@ -49,10 +49,7 @@ def prepare(
     gates = tl.where(gates < FORGETS_ALL, FORGETS_ALL, gates)  # a GPU's maximum would hide what is no number
     to_token = tl.cumsum(gates, 0)
     tl.store(summed + offsets, to_token, mask=valid)
-    rows = load_rows(k, tokens, valid, head, heads, columns, D)
-    if keys is not None:
-        rows = rows.to(tl.float16)
-        store_rows(keys, rows, tokens, valid, head, heads, columns, D)
+    rows = load_keys(k, tokens, valid, head, heads, columns, D, PRECISION)
     overlaps = tile_product(rows, tl.trans(rows), tl.zeros([L, L], tl.float32), PRECISION)
     overlaps *= overlaps
     gate = tl.load(beta + offsets, mask=valid, other=0.0)
@@ -220,6 +217,7 @@ def _forward_states(
         kept *= total
         left, rest = two_terms(values.to(tl.float32) * (gate * (1.0 / new_unit))[:, None], PRECISION)
         state *= total * ratio(unit, new_unit)
+        keys = as_keys(keys, PRECISION)  # here, for the load to be waited for as late as can be
         state, unit = product(tl.trans(left), tl.trans(rest), keys, state, True, PRECISION), new_unit
         gate, total, keys, values = next_gate, next_total, next_keys, next_values
         added, overlap, decayed = next_added, next_overlap, next_decayed

@@ -120,6 +120,20 @@ def load_rows(pointer, tokens, valid, head, heads, columns, width: tl.constexpr)
 
 
 @triton.jit
+def as_keys(rows, PRECISION: tl.constexpr):
+    """Rows of k as products take them."""
+    if is_half(PRECISION):
+        rows = rows.to(tl.float16)
+    return rows
+
+
+@triton.jit
+def load_keys(k, tokens, valid, head, heads, columns, D: tl.constexpr, PRECISION: tl.constexpr):
+    """Rows [L, block] of k as products take them; 0 outside."""
+    return as_keys(load_rows(k, tokens, valid, head, heads, columns, D), PRECISION)
+
+
+@triton.jit
 def store_rows(pointer, value, tokens, valid, head, heads, columns, width: tl.constexpr):
     """Store rows [L, block] into a tensor [N, heads, width]."""
     offsets = (tokens[:, None] * heads + head) * width + columns[None, :]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 TILE = 4096  # elements that a program of 4 warps holds at a time
-TOKENS = 64  # tokens of a program that sums a weight gradient: parts stay below 2 % of the activations
+LONGEST_TILE = 64  # tokens
 SMALLEST_NORM = tl.constexpr(1e-12)  # as torch's normalize
 
 
@@ -107,11 +107,10 @@ class RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dx, parts = torch.empty_like(x), x.new_empty(triton.cdiv(len(x), TOKENS), *weight.shape, dtype=torch.float32)
-        grid = (len(parts), weight.shape[0])
-        rms_norm_backward[grid](
-            x, weight, dy.contiguous(), dx, parts, *x.shape, ctx.epsilon, **_tile(weight.shape[1]), TOKENS=TOKENS
-        )
+        sizes = norm_sums(weight.shape[1])
+        parts = x.new_empty(triton.cdiv(len(x), sizes["TOKENS"]), *weight.shape, dtype=torch.float32)
+        dx, grid = torch.empty_like(x), (len(parts), weight.shape[0])
+        rms_norm_backward[grid](x, weight, dy.contiguous(), dx, parts, *x.shape, ctx.epsilon, **sizes)
         return dx, parts.sum(0).to(weight.dtype), None
 
 
@@ -340,13 +339,13 @@ class UnitHeads(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, position, history = ctx.saved_tensors
         (N, C), width, T, sizes = x.shape, weight.shape[1], ctx.T, ctx.sizes
-        heads, programs = C // sizes["D"], triton.cdiv(N, TOKENS)
+        sums = heads_sums(sizes["D"])
+        heads, programs = C // sizes["D"], triton.cdiv(N, sums["TOKENS"])
         dz, dx = torch.empty_like(x), torch.empty_like(x)
         parts = x.new_empty(programs, width, C, dtype=torch.float32)
         unit_heads_backward[(programs, heads)](
-            x, weight, position, history, dy.contiguous(), dz, parts, N, T, C, **sizes | _sums_tile(sizes["D"]),
-            TOKENS=TOKENS,
-        )  # fmt: skip
+            x, weight, position, history, dy.contiguous(), dz, parts, N, T, C, **sizes | sums
+        )
         grid = (triton.cdiv(N, sizes["BLOCK_T"]), heads)
         convolution_backward[grid](dz, weight, position, dx, N, T, C, **sizes)
         dhistory = None
@@ -361,9 +360,15 @@ class UnitHeads(torch.autograd.Function):
 def _tile(D: int, elements: int = TILE) -> dict[str, int]:
     """Groups of D channels and as many tokens as make up a tile."""
     block = triton.next_power_of_2(D)
-    return {"D": D, "BLOCK_D": block, "BLOCK_T": min(TOKENS, max(1, elements // block))}
+    return {"D": D, "BLOCK_D": block, "BLOCK_T": min(LONGEST_TILE, max(1, elements // block))}
 
 
-def _sums_tile(D: int) -> dict[str, int]:
-    """The tile of a program that holds one more for every lag."""
-    return _tile(D, TILE // 4)
+def norm_sums(D: int) -> dict[str, int]:
+    """How `rms_norm_backward` is launched. Rows of many channels are few programs, so that each gets fewer tokens."""
+    elements, tokens = (TILE, 64) if D > 256 else (TILE // 4, 128)
+    return _tile(D, elements) | {"TOKENS": tokens, "num_warps": 4}
+
+
+def heads_sums(D: int) -> dict[str, int]:
+    """How `unit_heads_backward` is launched, which holds a tile more for every lag."""
+    return _tile(D, TILE // 8) | {"TOKENS": 128, "num_warps": 2}

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # DeepSpeed's guess warns
+# DeepSpeed's own guess warns, and what was inherited may be true of other GPUs than those this process sees.
+os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
 
 import deepspeed
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus

@@ -55,9 +55,9 @@ HUNGRIEST = {
 def argument_types(precision: str) -> dict[str, str]:
     """Triton's names of the types of arguments that are not float32 pointers."""
     inputs, terms = ("*bf16", "*fp16") if precision == "bf16" else ("*fp32", "*fp32")
-    types = dict.fromkeys(("q", "v", "o", "e", "dq", "dk", "dv"), inputs)
+    types = dict.fromkeys(("q", "k", "v", "o", "e", "dq", "dk", "dv"), inputs)
     types |= {f"{name}_{term}": terms for name in ("q", "e", "H", "G", "dH", "dG") for term in ("high", "low")}
-    types |= dict.fromkeys(("k", "keys"), terms)
+    types["keys"] = terms
     types |= dict.fromkeys(("hard", "steps", "first_piece"), "*i32")
     types |= dict.fromkeys(("N", "length", "per_sequence", "heads", "max_steps", "size"), "i32")
     return types | dict.fromkeys(("tolerance", "hardness"), "fp32")
@@ -69,8 +69,8 @@ def compile_one(case, precision: str, head_size: int, chunk_length: int, capabil
     sizes = dict.fromkeys(("D", "E", "BLOCK_D", "BLOCK_E"), head_size) | {"L": chunk_length, "PRECISION": precision}
     constants = {key: value for key, value in (CONSTANTS | sizes | constants).items() if key in kernel.arg_names}
     types = argument_types(precision)
-    if name == "prepare":
-        types["k"] = types["v"]
+    if name == "backward_inputs":
+        types["k"] = types["keys"]
     signature = {n: "constexpr" if n in constants else types.get(n, "*fp32") for n in kernel.arg_names}
     positions = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if signature[n].startswith("*")}

@@ -36,15 +36,15 @@ CASES = [
         for channels in (128, 768)
         for case in (
             (fused.rms_norm_forward, fused._tile(channels), 4),
-            (fused.rms_norm_backward, fused._tile(channels) | {"TOKENS": fused.TOKENS}, 4),
+            (fused.rms_norm_backward, fused.norm_sums(channels), 4),
         )
     ),
     (fused.swiglu_forward, {"BLOCK": fused.TILE}, 4),
     (fused.swiglu_backward, {"BLOCK": fused.TILE}, 4),
     (fused.unit_heads_forward, HEADS, 4),
-    (fused.unit_heads_backward, HEADS | fused._sums_tile(128) | {"TOKENS": fused.TOKENS}, 4),
+    (fused.unit_heads_backward, HEADS | fused.heads_sums(128), 4),
     (fused.unit_heads_forward, AFTER, 4),
-    (fused.unit_heads_backward, AFTER | fused._sums_tile(128) | {"TOKENS": fused.TOKENS}, 4),
+    (fused.unit_heads_backward, AFTER | fused.heads_sums(128), 4),
     (fused.convolution_backward, HEADS, 4),
     (fused.history_backward, AFTER, 4),
     (loss.scores_forward, {"BLOCK": loss.BLOCK}, 8),

@@ -60,7 +60,7 @@ def test_graphs_change_nothing(
 
 def test_graphs_need_a_gpu(train: Callable, tiny_config: Callable, tmp_path: Path) -> None:
     config = tiny_config(tmp_path, **{"train.cuda_graphs": True})
-    refused = train(1, config, environment={"CUDA_VISIBLE_DEVICES": ""})
+    refused = train(1, config, environment={"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cuda"})
     assert refused.exit_code == 2
     assert refused.error_lines == ["mesatron: train.cuda_graphs needs a GPU; set it to false."]
 

@@ -20,10 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# DeepSpeed's own guess warns, and what was inherited may be true of other GPUs than those this process sees.
-os.environ["DS_ACCELERATOR"] = "cuda" if torch.cuda.is_available() else "cpu"
+ACCELERATOR = "cuda" if torch.cuda.is_available() else "cpu"
+os.environ["DS_ACCELERATOR"] = ACCELERATOR  # DeepSpeed's guess warns
 
 import deepspeed
+from deepspeed.accelerator import get_accelerator, set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, set_z3_leaf_modules
 from mesatron_data.batch import Batch
@@ -37,6 +40,9 @@ from mesatron.parallel.layout import Layout, ModelParallelUnit
 from mesatron.parallel.seams import SharedSeams
 from mesatron.parallel.shares import share_of, shares, whole_parameters
 from mesatron.train.timing import PhaseTimer
+
+if get_accelerator().device_name() != ACCELERATOR:  # another package asked before, by an inherited variable or a guess
+    set_accelerator({"cpu": CPU_Accelerator, "cuda": CUDA_Accelerator}[ACCELERATOR]())
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weight", *MOMENTS)

@@ -101,9 +101,11 @@ def _run(model: Backbone, layer: str, tensors: dict[str, Tensor]) -> Tensor:
 
 
 def _watch(model: Backbone, readings: list[Reading]) -> Iterator[RemovableHandle]:
-    """Make every module add a reading of what it gives."""
+    """Make every module add a reading of what it gives, and of what it observed meanwhile, such as gates."""
 
-    def note(_: nn.Module, __: Any, result: Any, name: str) -> None:
+    def note(module: nn.Module, _: Any, result: Any, name: str) -> None:
+        observations: dict[str, Tensor] = getattr(module, "observations", {})
+        readings.extend(_read(f"{name} observes {what}", x) for what, x in observations.items())
         readings.append(_read(f"{name} gives", result[0] if isinstance(result, tuple) else result))
 
     for name, module in model.named_modules():

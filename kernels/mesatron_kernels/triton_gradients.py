@@ -24,7 +24,7 @@ from mesatron_kernels.triton_tiles import (
 
 @triton.jit
 def backward_inputs(
-    k, v,  # [N, heads, D or E]; k as products take it, by solve_backward
+    k, v,  # [N, heads, D or E]; k as products take it: solve_backward's copy of bf16
     beta, summed,  # [N, heads] float32
     q_high, q_low, q_size,  # q*, by solve_forward
     e_high, e_low, e_size,  # e*, by solve_backward

@@ -106,7 +106,7 @@ def _tightened(bound, state, unit, is_hard):
 
 @triton.jit
 def forward_states(
-    k,  # [N, heads, D] float16 or float32
+    k,  # [N, heads, D]
     v,  # [N, heads, E]
     beta, summed,  # [N, heads] float32
     norms,  # [c, heads, 2] float32, by `prepare`
@@ -217,7 +217,9 @@ def _forward_states(
         kept *= total
         left, rest = two_terms(values.to(tl.float32) * (gate * (1.0 / new_unit))[:, None], PRECISION)
         state *= total * ratio(unit, new_unit)
-        keys = as_keys(keys, PRECISION)  # here, for the load to be waited for as late as can be
+        # Here, for the load to be waited for as late as can be. H's other factor is as loaded: the two differ where a
+        # key's entries are below float16's 2^-14, by 2^-25 at most.
+        keys = as_keys(keys, PRECISION)
         state, unit = product(tl.trans(left), tl.trans(rest), keys, state, True, PRECISION), new_unit
         gate, total, keys, values = next_gate, next_total, next_keys, next_values
         added, overlap, decayed = next_added, next_overlap, next_decayed

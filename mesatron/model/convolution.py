@@ -16,7 +16,8 @@ from mesatron.model.parameter import make_parameter
 class ShortConvolution(nn.Module):
     """y_t = sum_j w_j x_(t-j), j = 0 .. width-1, channel by channel, cut into heads of `head_dim` channels.
 
-    weight [channels, width], no bias. `then`: heads of silu(y) brought to norm 1, heads of silu(y), or of y itself.
+    weight [channels, width], no bias. `then`: heads of silu(y) brought to norm 1, heads of silu(y), or of y itself. The
+    gradient of x that a pass gives is a tensor of its own, which context parallelism adds to.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ def gate_logits(x: Tensor, *projections: GateProjection) -> tuple[Tensor, ...]:
     with torch.autocast(x.device.type, enabled=False):
         if x.dtype == weight.dtype == torch.bfloat16:
             flat = _ProductInFp32.apply(x.reshape(-1, x.shape[-1]), weight)
-            logits = flat.view(*x.shape[:-1], -1) + bias
+            logits = flat.view(*x.shape[:-1], len(bias)) + bias
         else:
             logits = F.linear(*map(at_least_fp32, (x, weight, bias)))
     return logits.split([len(p.bias) for p in projections], -1)
@@ -58,7 +58,7 @@ def gate_logits(x: Tensor, *projections: GateProjection) -> tuple[Tensor, ...]:
 class _ProductInFp32(torch.autograd.Function):
     """x [N, inputs] weight [outputs, inputs]^T, both bf16, in fp32, where products of bf16 numbers are exact.
 
-    Its gradient enters products as two terms of bf16, 16 bits together; x and x's gradient never lie there in fp32.
+    Its gradient enters products as two terms of bf16, 16 bits together.
     """
 
     @staticmethod

@@ -154,7 +154,7 @@ class Loan:
 
 
 class Lent(NamedTuple):
-    """One of the tensors of a loan, as runs."""
+    """One of the tensors of a loan, as runs, in whose place `convolve` takes them."""
 
     runs: Tensor
     loan: Loan

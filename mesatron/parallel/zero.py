@@ -24,9 +24,7 @@ ACCELERATOR = "cuda" if torch.cuda.is_available() else "cpu"
 os.environ["DS_ACCELERATOR"] = ACCELERATOR  # DeepSpeed's guess warns
 
 import deepspeed
-from deepspeed.accelerator import get_accelerator, set_accelerator
-from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from deepspeed.accelerator import cpu_accelerator, cuda_accelerator, get_accelerator, set_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, set_z3_leaf_modules
 from mesatron_data.batch import Batch
@@ -42,7 +40,7 @@ from mesatron.parallel.shares import share_of, shares, whole_parameters
 from mesatron.train.timing import PhaseTimer
 
 if get_accelerator().device_name() != ACCELERATOR:  # another package asked before, by an inherited variable or a guess
-    set_accelerator({"cpu": CPU_Accelerator, "cuda": CUDA_Accelerator}[ACCELERATOR]())
+    set_accelerator(cuda_accelerator.CUDA_Accelerator() if ACCELERATOR == "cuda" else cpu_accelerator.CPU_Accelerator())
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = ("weight", *MOMENTS)

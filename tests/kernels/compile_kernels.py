@@ -55,9 +55,8 @@ HUNGRIEST = {
 def argument_types(precision: str) -> dict[str, str]:
     """Triton's names of the types of arguments that are not float32 pointers."""
     inputs, terms = ("*bf16", "*fp16") if precision == "bf16" else ("*fp32", "*fp32")
-    types = dict.fromkeys(("q", "k", "v", "o", "e", "dq", "dk", "dv"), inputs)
+    types = dict.fromkeys(("q", "k", "v", "o", "e", "dq", "dk", "dv"), inputs) | {"keys": terms}
     types |= {f"{name}_{term}": terms for name in ("q", "e", "H", "G", "dH", "dG") for term in ("high", "low")}
-    types["keys"] = terms
     types |= dict.fromkeys(("hard", "steps", "first_piece"), "*i32")
     types |= dict.fromkeys(("N", "length", "per_sequence", "heads", "max_steps", "size"), "i32")
     return types | dict.fromkeys(("tolerance", "hardness"), "fp32")
@@ -67,6 +66,8 @@ def compile_one(case, precision: str, head_size: int, chunk_length: int, capabil
     """One kernel's resources, as the assembler reports them."""
     name, kernel, constants, num_warps, num_stages = case
     sizes = dict.fromkeys(("D", "E", "BLOCK_D", "BLOCK_E"), head_size) | {"L": chunk_length, "PRECISION": precision}
+    if precision != "bf16":
+        sizes["keys"] = None
     constants = {key: value for key, value in (CONSTANTS | sizes | constants).items() if key in kernel.arg_names}
     types = argument_types(precision)
     if name == "backward_inputs":

@@ -31,9 +31,9 @@ def log_decay_after(log_gamma: Tensor, dimension: int) -> Tensor:
 
 
 def run_decays(log_gamma: Tensor, implementation: str) -> tuple[Tensor, Tensor]:
-    """Log decays of a run of log_gamma [B, T, h]: after each token [B, T, h] and over all of it [B, h], in float64.
+    """Log decays of a run of log_gamma [B, T, h]: after each token [B, T, h] and over all of it [B, h].
 
-    implementation: that of a recurrence.
+    Added up in float64, from which Triton's form rounds to fp32. implementation: that of a recurrence.
     """
     form = "auto" if implementation == "fla" else implementation
     if log_gamma.dtype == torch.float32 and takes_triton(form, log_gamma):

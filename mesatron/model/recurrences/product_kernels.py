@@ -187,7 +187,11 @@ def decays_forward(
 
 
 @triton.jit
-def decays_backward(dafter, dtotal, dlog_gamma, T, heads, BLOCK: tl.constexpr):
+def decays_backward(
+    dafter, dtotal,  # as after and total
+    dlog_gamma,  # [B, T, heads] fp32, written
+    T, heads, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     base = (row // heads).to(tl.int64) * T * heads + row % heads
     seen = tl.load(dtotal + row).to(tl.float64)
@@ -207,7 +211,7 @@ class RunDecays(torch.autograd.Function):
         log_gamma = log_gamma.contiguous()
         batch, T, heads = log_gamma.shape
         after, total = torch.empty_like(log_gamma), log_gamma.new_empty(batch, heads)
-        decays_forward[(batch * heads,)](log_gamma, after, total, T, heads, **_scan(T))
+        decays_forward[(batch * heads,)](log_gamma, after, total, T, heads, **scan(T))
         return after, total
 
     @staticmethod
@@ -216,10 +220,11 @@ class RunDecays(torch.autograd.Function):
         dafter, dtotal = dafter.contiguous(), dtotal.contiguous()
         batch, T, heads = dafter.shape
         dlog_gamma = torch.empty_like(dafter)
-        decays_backward[(batch * heads,)](dafter, dtotal, dlog_gamma, T, heads, **_scan(T))
+        decays_backward[(batch * heads,)](dafter, dtotal, dlog_gamma, T, heads, **scan(T))
         return dlog_gamma
 
 
-def _scan(T: int) -> dict[str, int]:
+def scan(T: int) -> dict[str, int]:
+    """How the kernels of decays are launched for runs of T tokens."""
     block = min(LONGEST_SCAN, max(32, triton.next_power_of_2(T)))
     return {"BLOCK": block, "num_warps": max(1, block // 256)}

@@ -35,34 +35,34 @@ CASES = [
         case
         for channels in (128, 768)
         for case in (
-            (fused.rms_norm_forward, fused._tile(channels), 4),
-            (fused.rms_norm_backward, fused.norm_sums(channels), 4),
+            (fused.rms_norm_forward, fused._tile(channels)),
+            (fused.rms_norm_backward, fused.norm_sums(channels)),
         )
     ),
-    (fused.swiglu_forward, {"BLOCK": fused.TILE}, 4),
-    (fused.swiglu_backward, {"BLOCK": fused.TILE}, 4),
-    (fused.unit_heads_forward, HEADS, 4),
-    (fused.unit_heads_backward, HEADS | fused.heads_sums(128), 4),
-    (fused.unit_heads_forward, AFTER, 4),
-    (fused.unit_heads_backward, AFTER | fused.heads_sums(128), 4),
-    (fused.convolution_backward, HEADS, 4),
-    (fused.history_backward, AFTER, 4),
-    (loss.scores_forward, {"BLOCK": loss.BLOCK}, 8),
-    (loss.scores_backward, {"BLOCK": loss.BLOCK}, 8),
+    (fused.swiglu_forward, {"BLOCK": fused.TILE}),
+    (fused.swiglu_backward, {"BLOCK": fused.TILE}),
+    (fused.unit_heads_forward, HEADS),
+    (fused.unit_heads_backward, HEADS | fused.heads_sums(128)),
+    (fused.unit_heads_forward, AFTER),
+    (fused.unit_heads_backward, AFTER | fused.heads_sums(128)),
+    (fused.convolution_backward, HEADS),
+    (fused.history_backward, AFTER),
+    (loss.scores_forward, {"BLOCK": loss.BLOCK, "num_warps": 8}),
+    (loss.scores_backward, {"BLOCK": loss.BLOCK, "num_warps": 8}),
     *(
-        (kernel, products.sizes(channels, channels, squares, kernel), 4)
+        (kernel, products.sizes(channels, channels, squares, kernel))
         for channels in (64, 128)
         for squares in (False, True)
         for kernel in (products.products_forward, products.products_backward)
     ),
-    (products.products_backward, products.sizes(256, 256, False, products.products_backward), 4),
-    *((kernel, products._scan(2**14), 4) for kernel in (products.decays_forward, products.decays_backward)),
+    (products.products_backward, products.sizes(256, 256, False, products.products_backward)),
+    *((kernel, products.scan(2**14)) for kernel in (products.decays_forward, products.decays_backward)),
 ]
 
 
-def compile_one(kernel, constants: dict, num_warps: int, capability: int) -> dict:
+def compile_one(kernel, constants: dict, capability: int) -> dict:
     """One kernel's resources; `wide_loads` and `loads` of global memory, of 16 bytes a thread and of any size."""
-    options = {"num_warps": num_warps} | {n: constants[n] for n in ("num_warps", "num_stages") if n in constants}
+    options = {"num_warps": 4} | {n: constants[n] for n in ("num_warps", "num_stages") if n in constants}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {n: "constexpr" if n in constants else TYPES.get(n, "*bf16") for n in kernel.arg_names}
     positions = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

@@ -66,3 +66,8 @@ def test_gradients_of_several_gates_of_one_input() -> None:
         assert ours.shape == exact.shape
         error = (ours.double() - exact).norm() / exact.norm()
         assert error < (1e-6 if number == 0 else 2.5e-3), f"{number}: {error:.1e}"
+
+
+def test_no_token_has_no_logits() -> None:
+    gate, x = gate_and_input()
+    assert gate(x.new_empty(2, 0, WIDTH)).shape == (2, 0, 4)

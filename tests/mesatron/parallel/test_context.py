@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mesatron.model.convolution import ShortConvolution
 from mesatron.model.recurrences import Mesa, MesaInputs
+from mesatron.parallel.context import _WithTail
 
 
 def inputs(B: int, T: int, h: int, D: int, Dv: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
@@ -46,3 +48,29 @@ def test_one_long_sequence_in_sixteen_runs() -> None:
     state = mesa.combine(summaries)
     for found, expected in ((o, whole.o), (state.H, whole.state.H), (state.G, whole.state.G)):
         assert (found - expected).norm() <= 2e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("then", ["unit", "silu", "nothing"])
+def test_a_tail_adds_its_gradient_to_that_of_a_convolution(then: str, documents: bool) -> None:
+    """In place, and to nothing else: the rest is as autograd has it for a slice."""
+    draw = torch.Generator().manual_seed(0)
+    x, before, dtail = (torch.randn(2, T, 12, generator=draw, dtype=torch.float64) for T in (9, 3, 3))
+    convolution = ShortConvolution(12, 4, 6, "torch", then).double()  # type: ignore[arg-type]
+    with torch.no_grad():
+        convolution.weight.copy_(torch.randn(12, 4, generator=draw))
+    found = []
+    for with_tail in (lambda runs: _WithTail.apply(runs, 3), lambda runs: (runs, runs[:, -3:])):
+        leaf, history = (tensor.clone().requires_grad_() for tensor in (x, before))
+        runs, tail = with_tail(leaf * 1)
+        if documents:
+            bounds = torch.tensor([0, 12, 17, 24])
+            y, _ = convolution(torch.cat([history, runs], 1).view(1, 24, 12), None, bounds)
+        else:
+            y, _ = convolution(runs, history)
+        cotangents = [torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view_as(y), dtail]
+        kept = [cotangent.clone() for cotangent in cotangents]
+        found.append(torch.autograd.grad([y, tail], [leaf, history, convolution.weight], cotangents))
+        assert all(map(torch.equal, cotangents, kept))
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)

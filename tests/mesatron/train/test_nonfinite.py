@@ -56,7 +56,7 @@ def test_a_weight_that_overflows(
         about, _, *lines = done.stdout.splitlines()
         assert about.startswith("layer blocks.1, direction forward, step 3, rank 0, sample_ids [")
         shown = {line.split("  ")[0]: int(line[: line.rindex("  ")].split()[-1]) for line in lines}
-        assert shown["input"] == shown["mixer gives"] == shown["mlp_norm gives"] == 0
+        assert shown["input"] == shown["mixer observes gamma"] == shown["mixer gives"] == shown["mlp_norm gives"] == 0
         assert shown["mlp gives"] > 0
 
 

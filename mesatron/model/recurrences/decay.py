@@ -37,7 +37,7 @@ def run_decays(log_gamma: Tensor, implementation: str) -> tuple[Tensor, Tensor]:
     """
     form = "auto" if implementation == "fla" else implementation
     if log_gamma.dtype == torch.float32 and takes_triton(form, log_gamma):
-        from mesatron.model.recurrences.product_kernels import RunDecays
+        from mesatron.model.recurrences.decay_kernels import RunDecays
 
         return RunDecays.apply(log_gamma)
     return log_decay_after(log_gamma, 1), log_gamma.double().sum(1)
@@ -57,7 +57,7 @@ def weighted_products(v: Tensor, k: Tensor, weights: Tensor, implementation: str
     """
     form = "auto" if implementation == "fla" else implementation
     if v.dtype == k.dtype == torch.bfloat16 and takes_triton(form, k):
-        from mesatron.model.recurrences.product_kernels import WeightedProducts
+        from mesatron.model.recurrences.decay_kernels import WeightedProducts
 
         return WeightedProducts.apply(v, k, weights.float(), squares)
     with torch.autocast(k.device.type, enabled=False):

@@ -16,7 +16,7 @@ from triton.compiler import ASTSource
 
 from mesatron.model import fused_kernels as fused
 from mesatron.model import loss_kernels as loss
-from mesatron.model.recurrences import product_kernels as products
+from mesatron.model.recurrences import decay_kernels as decay
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 # Pointers not named here are bf16; so are activations, weights and logits in training.
@@ -50,13 +50,13 @@ CASES = [
     (loss.scores_forward, {"BLOCK": loss.BLOCK, "num_warps": 8}),
     (loss.scores_backward, {"BLOCK": loss.BLOCK, "num_warps": 8}),
     *(
-        (kernel, products.sizes(channels, channels, squares, kernel))
+        (kernel, decay.sizes(channels, channels, squares, kernel))
         for channels in (64, 128)
         for squares in (False, True)
-        for kernel in (products.products_forward, products.products_backward)
+        for kernel in (decay.products_forward, decay.products_backward)
     ),
-    (products.products_backward, products.sizes(256, 256, False, products.products_backward)),
-    *((kernel, products.scan(2**14)) for kernel in (products.decays_forward, products.decays_backward)),
+    (decay.products_backward, decay.sizes(256, 256, False, decay.products_backward)),
+    *((kernel, decay.scan(2**14)) for kernel in (decay.decays_forward, decay.decays_backward)),
 ]
 
 

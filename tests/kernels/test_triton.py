@@ -205,7 +205,6 @@ def test_what_the_kernels_do_not_hold_is_refused(change, message):
         mesa(*change(make_inputs((1, 5, 1, 16, 16))), implementation="triton")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head", [64, 128])
 @pytest.mark.parametrize(
     "options",
@@ -218,10 +217,9 @@ def test_what_the_kernels_do_not_hold_is_refused(change, message):
     ],
     ids=["silu", "long memory", "short memory", "slow keys", "identical keys"],
 )
-@pytest.mark.parametrize("scale", [1e-8, 1.0])
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1e-8), (torch.bfloat16, 1.0), (torch.float16, 1.0)])
 def test_16_bit_inputs(dtype, head, options, scale):
-    # float16 cannot hold a cotangent of 1e-8.
-    scale = scale if dtype == torch.bfloat16 else 1.0
+    """float16 cannot hold a cotangent of 1e-8."""
     shape = (2, 300, 2, head, head) if DEVICE == "cuda" else (1, 150, 1, head, head)
     check(make_inputs(shape, dtype=dtype, **options), scale=scale, residual=1e-5, tolerance=5e-3)
 

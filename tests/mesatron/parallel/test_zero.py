@@ -37,8 +37,7 @@ def test_deepspeed_takes_the_processor_where_no_gpu_is_seen() -> None:
     ask = "from deepspeed.accelerator import get_accelerator; get_accelerator()"
     look = "import mesatron.parallel.zero; print(get_accelerator().device_name(), get_accelerator().is_available())"
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cuda"}
-    for before in ("", ask + "; "):
-        command = [sys.executable, "-c", before + look.replace("; print", "; " + ask + "; print")]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.split() == ["cpu", "True"]
+    command = [sys.executable, "-c", f"{ask}; {look}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["cpu", "True"]

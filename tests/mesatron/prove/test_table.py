@@ -182,7 +182,7 @@ def _session(leader: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("name", ["t", 100 * "t"])
+@pytest.mark.parametrize("name", [pytest.param("t", marks=pytest.mark.long), 100 * "t"])
 def test_the_verb_runs_and_leaves_nothing_in_any_temporary_folder(name: str, tmp_path: Path, short_path: Path) -> None:
     """One where its sockets are, and one whose path is too long for them."""
     temporary = short_path / name

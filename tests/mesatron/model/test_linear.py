@@ -50,12 +50,13 @@ def test_casting_the_weights_moves_the_horizon_by_less_than_a_percent() -> None:
 
 
 def test_gradients_of_several_gates_of_one_input() -> None:
-    """Of x and every weight, in bf16 against float64: no further off than the rounding of the results."""
-    gates_and_x = [gate_and_input() for _ in range(2)]
-    (first, x), (second, _) = gates_and_x
+    """Of x and every weight, in bf16 against float64: no further off than the rounding of the results. That of the
+    cotangent to bf16, to 1 everywhere, would be."""
+    (first, x), (second, _) = gate_and_input(), gate_and_input()
     with torch.no_grad():
-        second.weight.neg_()
-    cotangent = torch.linspace(-1, 2, 64 * 8, dtype=torch.float64).view(64, 8).sin()
+        second.weight.mul_(torch.linspace(-2, 2, WIDTH))
+    draw = torch.Generator().manual_seed(0)
+    cotangent = 1.0037 * (torch.randn(64, 8, generator=draw, dtype=torch.float64) + 0.5).sign()
     found = []
     for dtype in (torch.float64, torch.bfloat16):
         gates = [gate.to(dtype) for gate in (first, second)]
@@ -65,7 +66,9 @@ def test_gradients_of_several_gates_of_one_input() -> None:
     for number, (exact, ours) in enumerate(zip(*found, strict=True)):
         assert ours.shape == exact.shape
         error = (ours.double() - exact).norm() / exact.norm()
-        assert error < (1e-6 if number == 0 else 2.5e-3), f"{number}: {error:.1e}"
+        # A bias's few numbers may all be rounded by as much as bf16 ever rounds.
+        limit = 1e-6 if number == 0 else 2**-8 if ours.ndim == 1 else 2.5e-3
+        assert error < limit, f"{number}: {error:.1e}"
 
 
 def test_no_token_has_no_logits() -> None:
